@@ -93,7 +93,8 @@ class Static(Continuous):
         came: dict[Sequence, list[float]] = {}
 
         def deliver(sequence: Sequence) -> None:
-            came[sequence] += [time.perf_counter()] * (len(sequence.sampled) - len(came[sequence]))
+            new = len(sequence.progress.sampled) - len(came[sequence])
+            came[sequence] += [time.perf_counter()] * new
 
         def run(sequences: list[Sequence]) -> None:
             for sequence in sequences:

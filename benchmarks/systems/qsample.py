@@ -213,7 +213,7 @@ class QsampleWriter:
         sequences, _ = self.model.prepare(
             Call(inputs=prompts, params=params, seed=list(range(len(texts))))
         )
-        capacity = self.model.capacity(max(one.max_length for one in sequences))
+        capacity = self.model.capacity(max(one.request.max_length for one in sequences))
         slots = Slots(self.model.sessions, len(texts), capacity)
         scheduler = Scheduler(len(texts), SchedulerConfig.of(self.model.sessions, interleave=False))
         seconds = []
@@ -230,8 +230,8 @@ class QsampleWriter:
                 loop.step()
                 seconds.append(time.perf_counter() - start)
         for text, one in zip(texts, sequences, strict=True):
-            assert one.sampled == text["answer"], "the graph did not write the answer"
-        drafts = sum((one.drafts for one in sequences), NO_DRAFTS)
+            assert one.progress.sampled == text["answer"], "the graph did not write the answer"
+        drafts = sum((one.progress.drafts for one in sequences), NO_DRAFTS)
         counts = {
             "draft_tokens": drafts.num_draft_tokens,
             "accepted_tokens": drafts.num_accepted_tokens,

@@ -7,7 +7,7 @@ import time
 from collections import abc
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -21,7 +21,13 @@ from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.prepare import for_package, parameter_row
-from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
+from qsample.runtime.sequence import (
+    NO_DRAFTS,
+    DraftStats,
+    Sequence,
+    SequenceImages,
+    SequenceRequest,
+)
 
 _WARM_UP_STEPS: Final = 3
 _Seen = tuple[ImagePrompt, Array]
@@ -93,11 +99,9 @@ class LockStep:
         for row, (prompt, (values, seed, adapter)) in enumerate(
             zip(prompts, self._rows, strict=True)
         ):
-            own, features = images[row] if images else (None, None)
-            seen: dict[str, Any] = {"images": own, "image_features": features}
-            self._sequences.append(
-                Sequence(prompt, values, seed, adapter=adapter, wanted=(), **seen)
-            )
+            request = SequenceRequest(prompt, values, seed, adapter=adapter)
+            own = SequenceImages(*images[row]) if images else None
+            self._sequences.append(Sequence(request, images=own))
             self._loop.add(self._sequences[-1])
         while not all(sequence.started for sequence in self._sequences):
             self._loop.step()
@@ -110,10 +114,12 @@ class LockStep:
 
     @property
     def drafts(self) -> DraftStats:
-        return sum((sequence.drafts for sequence in self._sequences), NO_DRAFTS)
+        return sum((sequence.progress.drafts for sequence in self._sequences), NO_DRAFTS)
 
     def _newest(self) -> Array:
-        return np.array([sequence.sampled[-1] for sequence in self._sequences], dtype=np.int64)
+        return np.array(
+            [sequence.progress.sampled[-1] for sequence in self._sequences], dtype=np.int64
+        )
 
 
 def measure(

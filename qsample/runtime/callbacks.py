@@ -78,7 +78,7 @@ class Guide:
     ) -> None:
         """Hand the next tokens' masks to `set_parameter`, if a token of some sequence is new to the function.
         read_outputs: reads the outputs of the newest tokens, which the function may look at."""
-        counts = [len(sequence.sampled) for sequence in self.sequences]
+        counts = [len(sequence.progress.sampled) for sequence in self.sequences]
         if counts == self._shown:
             return
         emitted = np.greater(counts, self._shown)
@@ -103,7 +103,7 @@ class Guide:
         tokens = np.full(rows, self._pad, dtype=np.int64)
         status = np.array([sequence.status for sequence in self.sequences], dtype=np.int32)
         for row in np.flatnonzero(emitted):
-            tokens[row] = self.sequences[row].sampled[-1]
+            tokens[row] = self.sequences[row].progress.sampled[-1]
         return Step(tokens, emitted, status, outputs)
 
 
@@ -123,16 +123,16 @@ class StepOutputs(Mapping[str, Array]):
 
     @functools.cached_property
     def _values(self) -> dict[str, Array]:
-        given = {row: token for row, token in self._tokens.items() if token[0].wanted != ()}
+        given = {row: token for row, token in self._tokens.items() if token[0].request.output_names}
         if self._read is not None:
             self._read()
-        elif any(len(sequence.outputs) <= number for sequence, number in given.values()):
+        elif any(len(sequence.progress.outputs) <= number for sequence, number in given.values()):
             raise RuntimeError(
                 "the outputs of a step were not read; look at them within the call that gets the step"
             )
         found: dict[str, Array] = {}
         for row, (sequence, number) in given.items():
-            for name, value in sequence.outputs[number].items():
+            for name, value in sequence.progress.outputs[number].items():
                 found.setdefault(name, np.zeros((self._rows, *value.shape), value.dtype))[row] = (
                     value
                 )
@@ -225,17 +225,17 @@ class LogitsProcessors:
         _check_order(sequences, interface)
         own = [processors] if len(sequences) == 1 else [_copies(processors) for _ in sequences]
         self._rows = list(zip(sequences, own, strict=True))
-        for sequence in sequences:
-            sequence.guided = True
 
     def __call__(self, slots: range, logits: Array) -> Array:
         """The logits of `slots`, [len(slots), V] float32, as the processors leave them."""
         logits = logits.copy()
         for sequence, processors in self._rows:
-            if sequence.slot is None or sequence.slot not in slots:
+            slot = sequence.placement.slot
+            if slot is None or slot not in slots:
                 continue
-            row = sequence.slot - slots.start
-            ids = np.array([[*sequence.given.tolist(), *sequence.sampled]], dtype=np.int64)
+            row = slot - slots.start
+            tokens = [*sequence.request.given_prompt.tolist(), *sequence.progress.sampled]
+            ids = np.array([tokens], dtype=np.int64)
             for processor in processors:
                 result = processor(ids, logits[row : row + 1])
                 if result.dtype.kind != "f" or result.shape != (1, logits.shape[1]):
@@ -268,7 +268,9 @@ def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> Non
         )
     for name, off in _BEFORE.items():
         values = [
-            sequence.parameters[name] for sequence in sequences if name in sequence.parameters
+            sequence.request.parameters[name]
+            for sequence in sequences
+            if name in sequence.request.parameters
         ]
         if any(np.any(np.asarray(value) != off) for value in values):
             raise ValueError(
@@ -311,9 +313,9 @@ class BatchEnd:
             late = self._deadline is not None and time.perf_counter() > self._deadline
             for sequence in self._live:
                 if met[id(sequence)]:
-                    sequence.reason = _STOP
+                    sequence.end(_STOP)
                 elif late and not sequence.ended:
-                    sequence.reason = _TIME
+                    sequence.end(_TIME)
                 if sequence.ended:
                     leave(sequence)
 

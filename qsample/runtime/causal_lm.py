@@ -292,7 +292,7 @@ class CausalLM(ModelMethods):
             prefill_chunk_size=prefill_chunk_size,
             interleave=False,
         )
-        capacity = self.capacity(max(sequence.max_length for sequence in sequences))
+        capacity = self.capacity(max(sequence.request.max_length for sequence in sequences))
         device = self._take_slots(slots, capacity, flush_every)
         device.process_logits = processors
         # A `BatchEnd` takes the tokens, so that none is handed on after the end.
@@ -317,9 +317,7 @@ class CausalLM(ModelMethods):
 
     def _check_together(self, sequences: abc.Sequence[Sequence], slots: int, reason: str) -> None:
         """Raise ValueError unless all sequences can run at once."""
-        adapters = {
-            sequence.adapter.sha256 for sequence in sequences if sequence.adapter is not None
-        }
+        adapters = {sequence.request.adapter_sha256 for sequence in sequences} - {""}
         most = self.features.max_loras
         if slots < len(sequences):
             raise ValueError(
@@ -379,10 +377,11 @@ class CausalLM(ModelMethods):
             )
 
     def prepare(
-        self, call: Call, capacity: int | None = None
+        self, call: Call, capacity: int | None = None, *, priority: int = 0
     ) -> tuple[list[Sequence], Guide | None]:
         """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function. capacity:
-        tokens of a slot; by default the need of the longest sequence. Raises ValueError for a wrong argument."""
+        tokens of a slot; by default the need of the longest sequence. priority: the rank of the sequences among those
+        that wait. Raises ValueError for a wrong argument."""
         return make_sequences(
             call,
             self.interface,
@@ -391,6 +390,7 @@ class CausalLM(ModelMethods):
             self.capacity if capacity is None else lambda needed: capacity,
             self._adapters,
             self.images,
+            priority=priority,
         )
 
     def save_prefix(

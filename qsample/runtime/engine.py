@@ -339,7 +339,7 @@ class Engine:
             )
         if call.logits_processor is not None:
             raise ValueError(f"logits_processor is for generate; {INSTEAD}")
-        sequences, guide = self._model.prepare(call, self.capacity)
+        sequences, guide = self._model.prepare(call, self.capacity, priority=priority)
         count, most = call.num_return_sequences, self.slots + self.max_waiting
         if len(sequences) != count:
             raise ValueError(f"{len(sequences) // count} prompts were given; add them one by one")
@@ -375,7 +375,6 @@ class Engine:
                     f"{taken}; try again later, give a longer timeout, or raise max_waiting"
                 )
             for sequence, request in zip(sequences, requests, strict=True):
-                sequence.priority = priority
                 if guide is not None:
                     self._guides[sequence] = guide
                 self._requests[sequence] = request
@@ -496,8 +495,9 @@ class Engine:
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
-            if sequence.max_time is not None:
-                self._deadlines[sequence] = self._requests[sequence].added_at + sequence.max_time
+            max_time = sequence.request.max_time
+            if max_time is not None:
+                self._deadlines[sequence] = self._requests[sequence].added_at + max_time
             loop.add(sequence)
         now = time.perf_counter()
         late = sorted(
@@ -545,5 +545,11 @@ class Engine:
 
 def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:
     return tuple(
-        sorted({sequence.adapter.name for sequence in sequences if sequence.adapter is not None})
+        sorted(
+            {
+                sequence.request.adapter.name
+                for sequence in sequences
+                if sequence.request.adapter is not None
+            }
+        )
     )

@@ -111,12 +111,14 @@ class ImageReader:
         vision.onnx cannot be opened."""
         seen: dict[int, tuple[ImagePrompt, Array]] = {}  # sequences of one prompt share them
         for one in sequences:
-            if one.images is None or not one.images.images:
+            if one.images is None or not one.images.prompt.images:
                 continue
-            if id(one.images) not in seen:
-                seen[id(one.images)] = one.images, self.features(one.images)
-            given, one.image_features = seen[id(one.images)]
-            one.images = replace(given, images=())  # its pixels take more memory than its features
+            given = one.images.prompt
+            if id(given) not in seen:
+                seen[id(given)] = given, self.features(given)
+            one.images.features = seen[id(given)][1]
+            # The pixels take more memory than the features.
+            one.images.prompt = replace(given, images=())
 
     def features(self, images: ImagePrompt) -> Array:
         """[F, C], the features of all placeholders of a prompt. Raises as `see` does."""

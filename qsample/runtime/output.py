@@ -149,15 +149,16 @@ def make_output(
     """The output of sequences that have ended, of the kind that `_like` chooses. pad: follows the shorter rows."""
     texts = []
     for sequence in sequences:
-        if sequence.text is not None:
-            sequence.text.end()
-            texts.append(sequence.text.whole)
+        text = sequence.delivery.text
+        if text is not None:
+            text.end()
+            texts.append(text.whole)
     attributes = {
         "token_ids": [sequence.token_ids for sequence in sequences],
         "texts": texts if len(texts) == len(sequences) else None,
         "finish_reasons": [sequence.finish_reason for sequence in sequences],
-        "seeds": [sequence.seed for sequence in sequences],
-        "prompt_lengths": [len(sequence.prompt) for sequence in sequences],
+        "seeds": [sequence.request.seed for sequence in sequences],
+        "prompt_lengths": [len(sequence.request.prompt) for sequence in sequences],
         "timing": timing,
         **_optional_outputs(interface, sequences),
     }
@@ -180,12 +181,12 @@ def _optional_outputs(interface: Interface, sequences: list[Sequence]) -> dict[s
     longest = max(len(sequence.token_ids) for sequence in sequences)
     gathered = {}
     for spec in interface.token_outputs:
-        if spec.name not in (sequences[0].wanted or ()):  # a call wants the same of all
+        if spec.name not in sequences[0].request.output_names:  # a call wants the same of all
             continue
         shape = spec.shape({**interface.sizes, BATCH: longest})
         values = np.full((len(sequences), *shape), _FILL[spec.name], dtype=spec.dtype)
         for row, sequence in enumerate(sequences):
-            for index, outputs in enumerate(sequence.outputs[: len(sequence.token_ids)]):
+            for index, outputs in enumerate(sequence.progress.outputs[: len(sequence.token_ids)]):
                 values[row, index] = outputs[spec.name]
         # `logprobs` has a single column, of the sampled token; the rest have a column for each token.
         gathered[spec.name] = values[:, :, 0] if spec is LOGPROBS else values
@@ -202,7 +203,7 @@ def run(
     """Run every sequence to its end. The streamer follows the only sequence, the guide writes masks between steps, and
     `end` ends sequences before the graph does."""
     if streamer is not None:
-        streamer.put(sequences[0].given[None])
+        streamer.put(sequences[0].request.given_prompt[None])
     started, prefilled = time.perf_counter(), None
     with loop:
         for sequence in sequences:
@@ -219,7 +220,7 @@ def run(
     if streamer is not None:
         streamer.end()
     prefilled = prefilled or ended
-    drafts = sum((sequence.drafts for sequence in sequences), NO_DRAFTS)
+    drafts = sum((sequence.progress.drafts for sequence in sequences), NO_DRAFTS)
     return Timing(prefilled - started, ended - prefilled, loop.steps, drafts)
 
 

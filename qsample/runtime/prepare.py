@@ -30,7 +30,7 @@ from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
-from qsample.runtime.sequence import Prediction, Sequence
+from qsample.runtime.sequence import Delivery, Sequence, SequenceImages, SequenceRequest
 from qsample.text.generated_text import PROMPT_CONTEXT, GeneratedText, check_stop_strings
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
 
@@ -43,6 +43,8 @@ def make_sequences(
     capacity: Callable[[int], int],
     adapters: abc.Mapping[str, Adapter],
     reader: ImageReader,
+    *,
+    priority: int = 0,
 ) -> tuple[list[Sequence], Guide | None]:
     """`num_return_sequences` adjacent sequences for each prompt, and their guide, if allowed_tokens is a function.
     capacity: tokens of a slot, from the need of the longest sequence. Raises ValueError for a wrong argument."""
@@ -73,7 +75,7 @@ def make_sequences(
     fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
     chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
     guided = callable(call.allowed_tokens)
-    wanted = _wanted(call.outputs, interface)
+    output_names = _output_names(call.outputs, interface)
     expected = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
     sequences = []
     for row, seed in enumerate(seeds):
@@ -97,26 +99,30 @@ def make_sequences(
             parameters[PROMPT_LOOKUP.name] = np.array(
                 0, np.int32
             )  # the function has to see each token before the next
-        text = (
-            None
-            if tokenizer is None
-            else GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
+        text = None
+        if tokenizer is not None:
+            text = GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
+        request = SequenceRequest(
+            prompt=prompt.ids,
+            parameters=parameters,
+            seed=seed,
+            padded_prompt=prompt.given,
+            guided=guided or call.logits_processor is not None,
+            priority=priority,
+            max_time=call.max_time,
+            expected_tokens=None if guided else expected,
+            adapter=chosen[id(params[row // count])],
+            output_names=output_names,
         )
-        more: Any = {
-            "max_time": call.max_time,
-            "adapter": chosen[id(params[row // count])],
-            "wanted": wanted,
-        }
-        more["prediction"] = None if expected is None or guided else Prediction(expected)
-        more["images"] = prompt.images
-        sequences.append(Sequence(prompt.ids, parameters, seed, guided, text, prompt.given, **more))
+        images = None if prompt.images is None else SequenceImages(prompt.images)
+        sequences.append(Sequence(request, Delivery(text), images))
     if not guided:
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
 
 
-def _wanted(outputs: Any, interface: Interface) -> tuple[str, ...]:
+def _output_names(outputs: Any, interface: Interface) -> tuple[str, ...]:
     """The names of the optional outputs to return. Raises ValueError."""
     there = tuple(spec.name for spec in interface.token_outputs)
     if outputs is None:

@@ -135,12 +135,12 @@ class Request:
     @property
     def seed(self) -> int:
         """Reproduces the tokens."""
-        return self._sequence.seed
+        return self._sequence.request.seed
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return len(self._sequence.prompt)
+        return len(self._sequence.request.prompt)
 
     @property
     def completion_tokens(self) -> int:
@@ -150,7 +150,7 @@ class Request:
     @property
     def running(self) -> bool:
         """Whether it has a slot."""
-        return self._sequence.slot is not None
+        return self._sequence.placement.slot is not None
 
     @property
     def done(self) -> bool:
@@ -220,7 +220,9 @@ class Request:
         known = len(self._sequence.token_ids)
         tokens, text = self._sequence.take()
         if tokens:
-            self._publish(tokens, text, self._sequence.outputs[known : known + len(tokens)])
+            self._publish(
+                tokens, text, self._sequence.progress.outputs[known : known + len(tokens)]
+            )
 
     def finish(self, reason: str) -> None:
         """End it with the tokens so far; `reason` is its finish reason."""
@@ -246,23 +248,29 @@ class Request:
                 self._call(function)
 
     def _make_output(self, reason: str) -> RequestOutput:
-        sequence, text = self._sequence, self._sequence.text
+        sequence, text = self._sequence, self._sequence.delivery.text
         rest = text.end() if text is not None else ""
         if rest:
             self._publish([], rest)
         now = time.perf_counter()
         tokens = sequence.token_ids
-        queued = None if sequence.admitted_at is None else sequence.admitted_at - self.added_at
+        admitted_at = sequence.progress.admitted_at
+        queued = None if admitted_at is None else admitted_at - self.added_at
         first = self._feed.deltas[0].seconds if tokens else None
         return RequestOutput(
             token_ids=tokens,
             text=None if text is None else text.whole,
             finish_reason=reason,
             stop_string=None if text is None else text.stop_string,
-            seed=sequence.seed,
-            usage=Usage(len(sequence.prompt), len(tokens), sequence.reused, sequence.drafts),
+            seed=sequence.request.seed,
+            usage=Usage(
+                len(sequence.request.prompt),
+                len(tokens),
+                sequence.placement.tokens_reused,
+                sequence.progress.drafts,
+            ),
             timing=RequestTiming(queued, first, now - self.added_at),
-            outputs=_stacked(sequence.outputs[: len(tokens)]),
+            outputs=_stacked(sequence.progress.outputs[: len(tokens)]),
         )
 
     def _call(self, function: Callable[[Request], object]) -> None:
@@ -278,7 +286,7 @@ class Request:
     def _publish(
         self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None
     ) -> None:
-        certain = None if self._sequence.text is None else text
+        certain = None if self._sequence.delivery.text is None else text
         self._feed.put(
             Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or []))
         )

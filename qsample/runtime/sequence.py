@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -15,66 +16,86 @@ from qsample.images.prompt import ImagePrompt
 from qsample.runtime.adapters import Adapter
 from qsample.text.generated_text import GeneratedText
 
-_NGRAMS: Final = range(
-    8, 1, -1
-)  # tokens that have to be the same before guesses go on elsewhere; the most first
+NO_TOKENS: Final[Array] = np.empty(0, dtype=np.int64)
+
+# The n-gram sizes that have to match before guesses resume at another place, longest first. A shorter
+# n-gram matches by chance too often.
+_NGRAM_SIZES: Final = range(8, 1, -1)
 
 
 class Prediction:
-    """Follows the tokens of a row through its expected tokens. While both are the same, the expected tokens that come
-    next are guessed. Where they part, nothing is guessed, until the newest tokens of the row stand among the expected
-    tokens: from there on, or anywhere if they do not."""
+    """Guesses the next tokens of a row from tokens that its caller expects.
+
+    While the row follows the expected tokens, the expected tokens that come next are guessed. Where
+    the row leaves them, nothing is guessed until its newest tokens occur among the expected tokens:
+    after the place at which it left them, or anywhere if they do not occur there.
+    """
 
     def __init__(self, tokens: Array) -> None:
-        """tokens: [n] int64."""
+        """tokens: the expected tokens, [n] int64."""
         self._tokens = tokens
-        self._place: int | None = 0  # of the next token among those expected; None if unknown
-        self._last = 0  # the last place that was known
-        self._seen = 0  # tokens of the row
+        # The index of the expected token that comes next; None while the row does not follow them.
+        self._next: int | None = 0
+        self._last_next = 0  # the newest value of `_next` that was not None
+        self._tokens_seen = 0
 
     def draft(self, sampled: list[int], most: int) -> Array:
-        """Guesses of the tokens after `sampled`, at most `most`: [1 to most] int32, a single -1 for none. sampled: the
-        row's new tokens so far; each call gets the tokens of the call before, and more."""
-        for count in range(self._seen + 1, len(sampled) + 1):
-            place = self._place
-            if (
-                place is not None
-                and place < len(self._tokens)
-                and self._tokens[place] == sampled[count - 1]
-            ):
-                self._place = self._last = place + 1
-            else:
-                self._place = self._find(sampled[:count])
-        self._seen = len(sampled)
-        guesses = self._tokens[:0] if self._place is None else self._tokens[self._place :][:most]
-        return (
-            guesses.astype(DRAFT_IDS.dtype)
-            if len(guesses)
-            else np.array([DRAFT_IDS.off], DRAFT_IDS.dtype)
+        """Guess the tokens after `sampled`.
+
+        Args:
+            sampled: the row's new tokens so far; each call gets the tokens of the call before, and
+                more.
+            most: the most guesses to return, at least 1.
+
+        Returns:
+            [1 to most] int32; a single -1 stands for no guesses.
+        """
+        for count in range(self._tokens_seen + 1, len(sampled) + 1):
+            self._follow(sampled, count)
+        self._tokens_seen = len(sampled)
+        if self._next is None or self._next == len(self._tokens):
+            return np.array([DRAFT_IDS.off], DRAFT_IDS.dtype)
+        return self._tokens[self._next : self._next + most].astype(DRAFT_IDS.dtype)
+
+    def _follow(self, sampled: list[int], count: int) -> None:
+        """Find the expected token that comes after the first `count` sampled tokens."""
+        index = self._next
+        is_expected = (
+            index is not None
+            and index < len(self._tokens)
+            and self._tokens[index] == sampled[count - 1]
         )
+        if index is not None and is_expected:
+            self._next = index + 1
+        else:
+            self._next = self._find(sampled[:count])
+        if self._next is not None:
+            self._last_next = self._next
 
     def _find(self, sampled: list[int]) -> int | None:
-        """The place after the longest end of `sampled`, of a length in _NGRAMS, that is among the expected tokens, or
-        None. Of several places, the first after the last that was known."""
-        for length in _NGRAMS:
-            if length > min(len(sampled), len(self._tokens)):
+        """The index after the longest n-gram at the end of `sampled` that occurs among the expected
+        tokens, or None. Of several occurrences, the first after `_last_next` counts, or the first
+        of all if there is none."""
+        for size in _NGRAM_SIZES:
+            if size > min(len(sampled), len(self._tokens)):
                 continue
-            windows = np.lib.stride_tricks.sliding_window_view(self._tokens, length)
-            places = np.flatnonzero((windows == sampled[-length:]).all(axis=1)) + length
-            if len(places):
-                later = places[places >= self._last]
-                self._last = int(later[0] if len(later) else places[0])
-                return self._last
+            windows = np.lib.stride_tricks.sliding_window_view(self._tokens, size)
+            ends = np.flatnonzero((windows == sampled[-size:]).all(axis=1)) + size
+            if len(ends):
+                later = ends[ends >= self._last_next]
+                return int(later[0] if len(later) else ends[0])
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """How the guessed tokens of a row fared, in vLLM's words.
+    """The fate of the guessed tokens of a row, in vLLM's words.
 
     Attributes:
-        num_steps, num_drafts: decode steps that gave the row tokens, and how many of these had guesses to check.
-        num_draft_tokens, num_accepted_tokens: guesses, and how many of these were the tokens which were drawn there.
+        num_steps: the number of decode steps that gave the row tokens.
+        num_drafts: the number of these steps that had guesses to check.
+        num_draft_tokens: the number of guesses.
+        num_accepted_tokens: the number of guesses that were the tokens drawn there.
     """
 
     num_steps: int = 0
@@ -83,160 +104,275 @@ class DraftStats:
     num_accepted_tokens: int = 0
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        return DraftStats(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return DraftStats(
+            self.num_steps + other.num_steps,
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+        )
 
     def __sub__(self, earlier: DraftStats) -> DraftStats:
         return DraftStats(
-            *(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True))
+            self.num_steps - earlier.num_steps,
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
         )
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a decode step: 1 without guesses, and without steps."""
+        """The number of tokens of a decode step: 1 without guesses, and without steps."""
         return 1 + self.num_accepted_tokens / max(self.num_steps, 1)
 
 
 NO_DRAFTS: Final = DraftStats()
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A prompt, how to continue it, and its progress.
+@dataclass(frozen=True, eq=False)
+class SequenceRequest:
+    """A prompt and how to continue it, as the caller asked. Nothing changes it.
 
     Attributes:
-        prompt, padded: [n] int64, n >= 1; the same with its padding, if it came with any.
-        parameters: the row of every name of `Interface.parameters` but `seed` and `draft_ids`.
-        guided: whether a function has to see each token before the next is sampled.
-        prediction: guesses its tokens before each step; without it, the graph alone guesses.
-        text: decodes its tokens; None without a tokenizer.
-        priority: the lowest number gets a slot first.
-        max_time: seconds that an engine gives it.
-        adapter: that its tokens are read and sampled with.
-        wanted: the optional outputs that it returns, by name; None: all that the package has.
-        images: of the prompt. image_features: [F, C], of its placeholders; there before it waits for a slot, until the
-            prompt is read.
-        slot: None outside of the slots. The scheduler changes it and the next five.
-        adapter_place: the graph's number of its adapter; 0 = none.
-        marked: the prompt, marked with its adapter.
-        reused, consumed: prompt tokens that need not be read again; prompt tokens in the cache. The decode loop makes
-            both 0 if a stored prefix is gone.
-        issued: sampled tokens if the row still runs; the least, if it guesses tokens. The decode loop raises it.
-        admitted_at: when it got its slot, on `time.perf_counter`. The decode loop changes it and the next four.
-        sampled, outputs: the tokens that were read, and each token's optional outputs by name, without a batch axis; if
-            any are wanted, they may be read later than the tokens, and `take` waits for them.
-        drafts: how its guesses fared, as far as they were read.
-        status: the contract's, as the loop read it; or STOPPED at a stop string, by `take`.
-        max_length: the most tokens that it may have in the end, prompt included.
-        reason: why it ended, if not because of the graph or a stop string.
+        prompt: the token ids of the prompt, [n] int64, n >= 1.
+        parameters: a row of every name of `Interface.parameters` except `seed` and `draft_ids`.
+        seed: the seed of the row's random numbers.
+        padded_prompt: the prompt with its padding; None if it came without any.
+        guided: whether a function has to see each token before the next one is sampled.
+        priority: the rank among waiting sequences; the lowest number gets a slot first.
+        max_time: the seconds that an engine gives the sequence; None for no limit.
+        expected_tokens: [m] int64, the tokens from which `Prediction` takes guesses before each
+            step; None if only the graph guesses.
+        adapter: the adapter with which the tokens are read and sampled; None for none.
+        output_names: the names of the optional outputs to return.
     """
 
     prompt: Array
     parameters: Mapping[str, Array]
     seed: int
+    padded_prompt: Array | None = None
     guided: bool = False
-    text: GeneratedText | None = None
-    padded: Array | None = None
     priority: int = 0
     max_time: float | None = None
-    prediction: Prediction | None = None
+    expected_tokens: Array | None = None
     adapter: Adapter | None = None
-    wanted: tuple[str, ...] | None = None
-    images: ImagePrompt | None = None
-    image_features: Array | None = None
+    output_names: tuple[str, ...] = ()
+
+    @cached_property
+    def max_length(self) -> int:
+        """The most tokens that the sequence may have in the end, prompt included."""
+        return int(self.parameters["max_length"])
+
+    @cached_property
+    def max_new_tokens(self) -> int:
+        """The most tokens that the sequence samples."""
+        return self.max_length - len(self.prompt)
+
+    @property
+    def given_prompt(self) -> Array:
+        """The prompt as its caller gave it, padding included."""
+        return self.prompt if self.padded_prompt is None else self.padded_prompt
+
+    @property
+    def is_read_every_step(self) -> bool:
+        """Whether the tokens of each step have to be read before the next step."""
+        return self.guided or self.expected_tokens is not None
+
+    @property
+    def adapter_sha256(self) -> str:
+        """The sha256 of the adapter; "" for none."""
+        return "" if self.adapter is None else self.adapter.sha256
+
+
+@dataclass(slots=True, eq=False)
+class SequenceImages:
+    """The images of a prompt. `ImageReader` adds their features before the sequence waits for a
+    slot, and the decode loop drops the features once the device has them.
+
+    Attributes:
+        prompt: the images, and which tokens of the prompt stand for them.
+        features: [F, C], the rows of all placeholders of the prompt; None before and after.
+    """
+
+    prompt: ImagePrompt
+    features: Array | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """The scheduler's record of a sequence. Only `Scheduler` changes it.
+
+    Attributes:
+        slot: the number of the slot; None outside of the slots.
+        adapter_place: the graph's number of the adapter; 0 = none.
+        marked_prompt: [n] int64, the identities of the prompt, marked with the adapter (`Marks`).
+        tokens_reused: the number of prompt tokens that need not be read again.
+        tokens_read: the number of prompt tokens in the cache after the jobs so far.
+        tokens_issued: the number of tokens that the row has sampled after the jobs so far, if it
+            still runs; the least number, if its tokens are guessed.
+    """
 
     slot: int | None = None
     adapter_place: int = 0
-    marked: Array = field(init=False)
-    reused: int = 0
-    consumed: int = 0
-    issued: int = 0
+    marked_prompt: Array = field(default_factory=lambda: NO_TOKENS)
+    tokens_reused: int = 0
+    tokens_read: int = 0
+    tokens_issued: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """The results that were read of a sequence. Only `DecodeLoop` changes it.
+
+    Attributes:
+        admitted_at: the time at which it got its slot, on `time.perf_counter`; None before.
+        sampled: the tokens that were read.
+        outputs: the optional outputs of each token by name, without a batch axis. They may be read
+            later than the tokens.
+        drafts: how its guesses fared, as far as they were read.
+        status: the contract's status, as it was last read.
+        prediction: the guesses from the expected tokens; None without any.
+    """
+
     admitted_at: float | None = None
     sampled: list[int] = field(default_factory=list)
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
     drafts: DraftStats = NO_DRAFTS
     status: int = RUNNING
-    max_length: int = field(init=False)
-    reason: str | None = None
-    _taken: int = 0  # tokens of `sampled` that were handed on
+    prediction: Prediction | None = None
 
-    def __post_init__(self) -> None:
-        self.max_length = int(self.parameters["max_length"])
-        self.marked = self.identities
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The part of a sequence that was handed on to its caller. Only `Sequence.take` and
+    `Sequence.end` change it.
+
+    Attributes:
+        text: decodes the tokens that were taken, and finds stop strings; None without a tokenizer.
+        tokens_taken: the number of tokens that were taken.
+        end_reason: why the sequence ended, if not because of the graph or a stop string.
+    """
+
+    text: GeneratedText | None = None
+    tokens_taken: int = 0
+    end_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """A prompt on its way to its text. Each part has a single writer.
+
+    Attributes:
+        request: what the caller asked; it never changes.
+        delivery: what was handed on; changed by `take` and `end`, on the side of the caller.
+        images: the images of the prompt; None without any.
+        placement: the slot and the work that was given to the device; changed by the scheduler.
+        progress: the results that were read from the device; changed by the decode loop.
+    """
+
+    request: SequenceRequest
+    delivery: Delivery = field(default_factory=Delivery)
+    images: SequenceImages | None = None
+    placement: Placement = field(default_factory=Placement)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def identities(self) -> Array:
         """[n] int64: the prompt's tokens for comparisons, see `ImagePrompt.identities`."""
-        return self.prompt if self.images is None else self.images.identities
-
-    @property
-    def followed(self) -> bool:
-        """Whether the tokens of each step have to be read before the next."""
-        return self.guided or self.prediction is not None
-
-    @property
-    def given(self) -> Array:
-        """The prompt as its caller gave it, padding included."""
-        return self.prompt if self.padded is None else self.padded
-
-    @property
-    def limit(self) -> int:
-        """The most tokens that it samples."""
-        return self.max_length - len(self.prompt)
+        return self.request.prompt if self.images is None else self.images.prompt.identities
 
     @property
     def may_run(self) -> bool:
-        """Whether it has its first token and did not certainly end since."""
-        return 0 < self.issued < self.limit
+        """Whether it has its first token and has not certainly ended since."""
+        return 0 < self.placement.tokens_issued < self.request.max_new_tokens
 
     @property
     def started(self) -> bool:
         """Whether it has its first token, or ended without one."""
-        return bool(self.sampled) or self.status != RUNNING
+        return bool(self.progress.sampled) or self.progress.status != RUNNING
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None for no stop string, and without a tokenizer."""
+        return None if self.delivery.text is None else self.delivery.text.stop_string
+
+    @property
+    def status(self) -> int:
+        """The contract's status: STOPPED after a stop string, otherwise as it was last read."""
+        return self.progress.status if self.stop_string is None else STOPPED
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that were taken; a stop token, or the token that completes a stop string, is the last."""
-        return self.sampled[: self._taken]
+        """The tokens that were taken; a stop token, or the token that completes a stop string, is
+        the last."""
+        return self.progress.sampled[: self.delivery.tokens_taken]
 
     @property
     def untaken(self) -> bool:
         """Whether tokens were read, with their outputs, that `take` has not handed on."""
-        return self._ready > self._taken
+        return self._complete_tokens > self.delivery.tokens_taken
 
     @property
-    def _ready(self) -> int:
-        """Tokens that were read with their outputs."""
-        return min(len(self.sampled), len(self.outputs)) if self.wanted else len(self.sampled)
+    def _complete_tokens(self) -> int:
+        """The number of tokens that were read with their outputs."""
+        tokens = len(self.progress.sampled)
+        return min(tokens, len(self.progress.outputs)) if self.request.output_names else tokens
 
     @property
     def ended(self) -> bool:
         """Whether all of it was taken and nothing more can come."""
-        stopped = self.text is not None and self.text.stop_string is not None
-        return self.reason is not None or stopped or (self.status != RUNNING and not self.untaken)
+        if self.delivery.end_reason is not None or self.stop_string is not None:
+            return True
+        return self.progress.status != RUNNING and not self.untaken
 
     @property
     def finish_reason(self) -> str:
-        return self.reason or STATUS_NAMES[self.status]
+        return self.delivery.end_reason or STATUS_NAMES[self.status]
 
     def take(self, most: int | None = None) -> tuple[list[int], str]:
-        """The tokens, at most `most`, that were read since the last call, and the text that they make certain. The
-        graph knows nothing of stop strings: a complete stop string ends the sequence, and the tokens after it are left
-        out. Without a tokenizer, the text is ""."""
-        tokens, pieces = self.sampled[self._taken : self._ready][:most], []
-        if self.text is not None:
-            for count, token in enumerate(tokens, start=1):
-                pieces.append(self.text.put(token))
-                if self.text.stop_string is not None:
-                    self.status, tokens = STOPPED, tokens[:count]
-                    break
-        self._taken += len(tokens)
-        return tokens, "".join(pieces)
+        """Hand on the tokens that were read since the last call.
+
+        The graph knows nothing of stop strings: a complete stop string ends the sequence, and the
+        tokens after it are left out.
+
+        Args:
+            most: the most tokens to take; by default all.
+
+        Returns:
+            The tokens, and the text that they make certain; "" without a tokenizer.
+        """
+        start = self.delivery.tokens_taken
+        tokens = self.progress.sampled[start : self._complete_tokens][:most]
+        text = self.delivery.text
+        if text is None:
+            self.delivery.tokens_taken += len(tokens)
+            return tokens, ""
+        taken: list[int] = []
+        pieces: list[str] = []
+        for token in tokens:
+            taken.append(token)
+            pieces.append(text.put(token))
+            if text.stop_string is not None:
+                break
+        self.delivery.tokens_taken += len(taken)
+        return taken, "".join(pieces)
+
+    def end(self, reason: str) -> None:
+        """End it for a reason of the caller, which becomes its finish reason."""
+        self.delivery.end_reason = reason
 
 
 def sequences_array(sequences: abc.Sequence[Sequence], pad: int) -> Array:
-    """[B, P + N] int64: the prompts against column P from the left, the new tokens from the right."""
-    prompts = [sequence.given for sequence in sequences]
-    width = max(map(len, prompts))
+    """The prompts and the tokens that were taken.
+
+    Args:
+        sequences: the B rows.
+        pad: the token id beside shorter prompts and after shorter rows.
+
+    Returns:
+        [B, P + N] int64: each prompt ends in column P - 1, and the new tokens begin in column P.
+    """
+    prompts = [sequence.request.given_prompt for sequence in sequences]
+    width = max(len(prompt) for prompt in prompts)
     longest = max(len(sequence.token_ids) for sequence in sequences)
     block = np.full((len(sequences), width + longest), pad, dtype=np.int64)
     for row, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
@@ -247,11 +383,15 @@ def sequences_array(sequences: abc.Sequence[Sequence], pad: int) -> Array:
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Beginnings of prompts that were not read again, over all prompts that were read.
+    """The beginnings of prompts that were not read again, over all prompts that were read.
 
     Attributes:
-        hits, cached_tokens: prompts of which a slot or a stored prefix held a beginning, and its tokens.
-        saved_states, saved_bytes: copies of recurrent states that are kept now, and their memory.
+        prompts: the number of prompts.
+        prompt_tokens: the number of their tokens.
+        hits: the number of prompts of which a slot or a stored prefix held a beginning.
+        cached_tokens: the number of tokens of these beginnings.
+        saved_states: the number of copies of recurrent states that are kept now.
+        saved_bytes: the memory of these copies, in bytes.
     """
 
     prompts: int = 0

@@ -6,12 +6,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from qsample.runtime import CausalLM, Request, SamplingParams
 from qsample.runtime.prepare import parameter_row
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import Sequence, SequenceRequest
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import EOS, MAX_POSITIONS
 
@@ -61,11 +62,20 @@ def random_prompt(generator: random.Random, most: int = 20) -> list[int]:
 
 
 def make_sequence(
-    model: CausalLM, prompt: list[int], params: SamplingParams, seed: int, capacity: int
+    model: CausalLM,
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int,
+    capacity: int,
+    **options: Any,
 ) -> Sequence:
-    """Without a text, for rows of `capacity` tokens."""
+    """A sequence without a text, for rows of `capacity` tokens; it returns all optional outputs of
+    the package. options: further fields of `SequenceRequest`."""
     parameters = parameter_row(model.interface, params, len(prompt), capacity, (EOS,))
-    return Sequence(np.array(prompt, dtype=np.int64), parameters, seed)
+    output_names = tuple(spec.name for spec in model.interface.token_outputs)
+    fields = {"output_names": output_names, **options}
+    ids = np.array(prompt, dtype=np.int64)
+    return Sequence(SequenceRequest(ids, parameters, seed, **fields))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

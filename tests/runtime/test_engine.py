@@ -281,7 +281,7 @@ def test_each_way_to_add_takes_the_options_of_an_engine(
                 add([5], FREE, timeout=0)
         gate.release(100_000)
         assert [outcome(request) for request in requests] == [expected([5], FREE, 1)] * 6
-        assert [request._sequence.priority for request in requests] == [2] * 3 + [0] * 3
+        assert [request._sequence.request.priority for request in requests] == [2] * 3 + [0] * 3
 
 
 @pytest.mark.parametrize("way", range(3))

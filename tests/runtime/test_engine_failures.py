@@ -189,7 +189,7 @@ def test_a_text_that_cannot_be_decoded_fails_its_request_alone(
         failing = [engine.add_request([token], FREE, seed=0) for token in (99, 98)]
         gate.release(2)
         wait_for_token(failing[1])
-        monkeypatch.setattr(failing[1]._sequence.text._decoder, "end", end)  # type: ignore[union-attr]
+        monkeypatch.setattr(failing[1]._sequence.delivery.text._decoder, "end", end)  # type: ignore[union-attr]
         failing[1].cancel()
         gate.release(1000)
         for request in failing:

@@ -144,7 +144,7 @@ def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
             [5], max_new_tokens=2, max_time=1e6, allowed_tokens=lambda step, mask: None
         )
         request.result(60)
-        kept = weakref.ref(request._sequence.text)
+        kept = weakref.ref(request._sequence.delivery.text)
         request.add_done_callback(lambda request: None)
         del request
         wait_until(lambda: gc.collect() >= 0 and kept() is None)

@@ -19,7 +19,7 @@ from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
-from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Prediction, Sequence
+from qsample.runtime.sequence import NO_DRAFTS, DraftStats, Sequence
 from tests.helpers import fake_reference
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
 from tests.helpers.fake_package import POISON
@@ -42,8 +42,11 @@ def guessing(fake_model: Callable[..., CausalLM]) -> CausalLM:
     return fake_model(**PLAIN)
 
 
-def requests(model: CausalLM, count: int, guesses: int = 4) -> tuple[list[Sequence], Wanted]:
-    """Random requests, many of texts that repeat themselves, some with predictions; and the reference's answers."""
+def requests(
+    model: CausalLM, count: int, guesses: int = 4, *, predicts: bool = True
+) -> tuple[list[Sequence], Wanted]:
+    """Random requests, many of texts that repeat themselves, some with predictions unless `predicts`
+    is False; and the reference's answers."""
     generator, made, wanted = random.Random(3), [], []
     for seed in range(count):
         repeats = generator.random() < 0.7
@@ -57,11 +60,13 @@ def requests(model: CausalLM, count: int, guesses: int = 4) -> tuple[list[Sequen
             params,
             prompt_lookup_num_tokens=generator.choice([0, guesses, guesses, min(guesses, 2)]),
         )
-        one = make_sequence(model, prompt, params, seed, CAPACITY)
-        if guesses and generator.random() < 0.4:
+        expected_tokens = None
+        if guesses and predicts and generator.random() < 0.4:
             expected = [token if generator.random() < 0.8 else 3 for token in answer[0]]
-            one.prediction = Prediction(np.array(expected or [3]))
-        made.append(one)
+            expected_tokens = np.array(expected or [3])
+        made.append(
+            make_sequence(model, prompt, params, seed, CAPACITY, expected_tokens=expected_tokens)
+        )
         wanted.append(answer)
     return made, wanted
 
@@ -85,10 +90,8 @@ def test_requests_that_come_and_go(
         plain(self, slot, *ids, emit=emit, **rest)
 
     monkeypatch.setattr(Slots, "prefill", prefill)
-    sequences, wanted = requests(guessing, 30)
-    if flush_every > 1:  # a prediction takes a read after each step
-        for one in sequences:
-            one.prediction = None
+    # A prediction takes a read after each step.
+    sequences, wanted = requests(guessing, 30, predicts=flush_every == 1)
     config = SchedulerConfig.of(guessing.sessions, flush_every=flush_every, prefill_chunk_size=8)
     device = Slots(guessing.sessions, slots, CAPACITY)
     loop = DecodeLoop(
@@ -99,9 +102,9 @@ def test_requests_that_come_and_go(
             loop.add(one)
         while loop.busy:
             loop.step()
-    found = [(one.sampled, STATUS_NAMES[one.status]) for one in sequences]
+    found = [(one.progress.sampled, STATUS_NAMES[one.status]) for one in sequences]
     assert found == wanted
-    total = sum((one.drafts for one in sequences), NO_DRAFTS)
+    total = sum((one.progress.drafts for one in sequences), NO_DRAFTS)
     later = sum(max(len(tokens) - 1, 0) for tokens, _ in wanted)  # tokens of decode steps
     assert total.num_steps + total.num_accepted_tokens == later
     assert total.num_drafts <= total.num_steps

@@ -18,7 +18,7 @@ from qsample.runtime import (
     Step,
 )
 from qsample.runtime.callbacks import Guide
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import Sequence, SequenceRequest
 from tests.helpers.fake_package import VOCAB
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome
 
@@ -253,19 +253,26 @@ def test_a_function_sees_the_newest_token_of_every_row_once() -> None:
         mask += 1
 
     parameters = {"max_length": np.array(9, dtype=np.int32)}
-    sequences = [Sequence(np.array([5]), parameters, seed, guided=True) for seed in range(3)]
+    sequences = [
+        Sequence(
+            SequenceRequest(
+                np.array([5]), parameters, seed, guided=True, output_names=("logprobs",)
+            )
+        )
+        for seed in range(3)
+    ]
     guide = Guide(function, sequences, np.zeros((3, 2), dtype=np.int32), pad_token_id=7)
 
     def set_parameter(sequence: Sequence, name: str, mask: np.ndarray) -> None:
-        written.append((sequence.seed, name, mask.tolist()))
+        written.append((sequence.request.seed, name, mask.tolist()))
 
     guide.start()
     guide.update(set_parameter)
     assert (seen, written) == ([None], [])
     for sequence, token in zip(sequences[:2], (11, 12), strict=True):
-        sequence.sampled.append(token)
-        sequence.outputs.append({"logprobs": np.array([-token], dtype=np.float32)})
-    sequences[1].status, sequences[2].status = 1, 3
+        sequence.progress.sampled.append(token)
+        sequence.progress.outputs.append({"logprobs": np.array([-token], dtype=np.float32)})
+    sequences[1].progress.status, sequences[2].progress.status = 1, 3
     guide.update(set_parameter)
     step = seen[1]
     assert step is not None
@@ -276,7 +283,7 @@ def test_a_function_sees_the_newest_token_of_every_row_once() -> None:
     assert written == [(row, "allowed_tokens", [2, 2]) for row in range(3)]
     guide.update(set_parameter)
     assert len(seen) == 2
-    sequences[0].sampled.append(13)
+    sequences[0].progress.sampled.append(13)
     guide.update(set_parameter)
     assert seen[2] is not None
     assert (seen[2].tokens.tolist(), seen[2].emitted.tolist()) == ([13, 7, 7], [True, False, False])

@@ -212,7 +212,7 @@ def test_offsets_go_with_a_row_that_is_moved(fake_model: Callable[..., CausalLM]
         prompt = model.images.prompt(ids, model.images.process(case.images))
         features = None if prompt is None else model.images.features(prompt)
         sequence = make_sequence(model, case.ids, GREEDY, slot, 64)
-        slots.begin(slot, ids, slot, sequence.parameters, images=prompt)
+        slots.begin(slot, ids, slot, sequence.request.parameters, images=prompt)
         slots.prefill(slot, ids, emit=True, images=[image_piece(prompt, features, range(len(ids)))])
     slots.decode()
     slots.move(2, 0, 0)

@@ -76,13 +76,17 @@ def run(
 
     def deliver(sequence: Sequence) -> None:
         sequence.take()
-        if sequence.slot is None:  # it ended
-            slot, length = where[sequence.seed], len(sequence.prompt)
+        if sequence.placement.slot is None:  # it ended
+            slot, length = where[sequence.request.seed], len(sequence.request.prompt)
             states = [
                 device._state[spec.name].read()[slot] for spec in model.interface.cache_states
             ]
             cache = [state[:, :length].tobytes() for state in states]
-            results[sequence.seed] = sequence.token_ids, cache, sequence.reused
+            results[sequence.request.seed] = (
+                sequence.token_ids,
+                cache,
+                sequence.placement.tokens_reused,
+            )
 
     where: dict[int, int] = {}
     device = Slots(model.sessions, slots, CTX_LEN)

@@ -59,8 +59,8 @@ def test_fresh_seeds_survive_readers_of_json(library: str, monkeypatch: pytest.M
 def test_the_text_of_a_row_goes_on_from_its_prompt(model: CausalLM) -> None:
     ids = Tokenizer(byte_tokenizer()).encode("long before it: x🙂")
     (sequence,), _ = model.prepare(model.read(ids[:-2], max_new_tokens=5))
-    assert sequence.text is not None
-    assert [sequence.text.put(token) for token in ids[-2:]] == ["", "🙂"]
+    assert sequence.delivery.text is not None
+    assert [sequence.delivery.text.put(token) for token in ids[-2:]] == ["", "🙂"]
 
 
 PENALISED = SamplingParams(

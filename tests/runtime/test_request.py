@@ -88,7 +88,7 @@ def test_optional_outputs_of_deltas(fake_model: Callable[..., CausalLM]) -> None
         parts = [delta.outputs[name] for delta in deltas if delta.token_ids]
         np.testing.assert_array_equal(np.concatenate(parts), outputs[name])
     # A token keeps none of the outputs of the other slots, for as long as a request runs.
-    assert {output["probs"].base for output in request._sequence.outputs} == {None}
+    assert {output["probs"].base for output in request._sequence.progress.outputs} == {None}
 
 
 def test_async_readers_do_not_block_their_loop(model: CausalLM, gate: threading.Semaphore) -> None:
@@ -146,7 +146,7 @@ def test_cancelling_in_the_queue_in_the_prompt_and_while_running(
         wait_until(lambda: running.completion_tokens >= 4)
         prefilling = engine.add_request([6] * 100, ENDLESS, seed=1)
         gate.release(2)
-        wait_until(lambda: prefilling._sequence.consumed > 0)
+        wait_until(lambda: prefilling._sequence.placement.tokens_read > 0)
         queued = engine.add_request([7], ENDLESS, seed=2)
         stays = engine.add_request([8], FREE, seed=3)
         for request in (queued, prefilling, running) * 2:
@@ -212,8 +212,8 @@ def test_nothing_is_lost_of_a_request_that_ends_while_it_is_read(
 
         def ended_after(self, value: Any) -> Any:
             if request._sequence.status == RUNNING:
-                request._sequence.sampled += [7, 8]
-                request._sequence.status = STOPPED
+                request._sequence.progress.sampled += [7, 8]
+                request._sequence.progress.status = STOPPED
                 request.update()
                 request.finish("stop")
             return value

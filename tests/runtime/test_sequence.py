@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from qsample.contract.tensors import RUNNING, STOPPED
-from qsample.runtime.sequence import Sequence
+from qsample.runtime import sequence as sequence_module
+from qsample.runtime.sequence import Delivery, Placement, Progress, Sequence, SequenceRequest
 from qsample.text.generated_text import GeneratedText
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer
@@ -20,7 +25,7 @@ def make(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
         else GeneratedText(Tokenizer(byte_tokenizer()), [5, 6, 7], stop_strings)
     )
     parameters = {"max_length": np.array(3 + most, dtype=np.int32)}
-    return Sequence(np.array([5, 6, 7]), parameters, 0, text=text)
+    return Sequence(SequenceRequest(np.array([5, 6, 7]), parameters, 0), Delivery(text))
 
 
 def ids(text: str) -> list[int]:
@@ -30,25 +35,22 @@ def ids(text: str) -> list[int]:
 def test_each_token_is_taken_once() -> None:
     sequence = make([])
     assert sequence.take() == ([], "")
-    sequence.sampled += ids("ab")
+    sequence.progress.sampled += ids("ab")
     assert sequence.token_ids == []
     assert sequence.take() == (ids("ab"), "ab")
     assert sequence.take() == ([], "")
-    sequence.sampled += ids("cdé")[:-1]
+    sequence.progress.sampled += ids("cdé")[:-1]
     assert sequence.take() == (ids("cdé")[:-1], "cd")
-    assert sequence.token_ids == sequence.sampled
-    assert sequence.text is not None
-    assert (sequence.text.whole, sequence.text.end(), sequence.text.whole) == (
-        "abcd",
-        "",
-        "abcd",
-    ), "é was cut"
+    assert sequence.token_ids == sequence.progress.sampled
+    text = sequence.delivery.text
+    assert text is not None
+    assert (text.whole, text.end(), text.whole) == ("abcd", "", "abcd"), "é was cut"
     assert sequence.status == RUNNING
 
 
 def test_without_a_tokenizer() -> None:
     sequence = make()
-    sequence.sampled += [9, 8]
+    sequence.progress.sampled += [9, 8]
     assert sequence.take() == ([9, 8], "")
     assert sequence.token_ids == [9, 8]
 
@@ -59,7 +61,7 @@ def test_what_was_sampled_after_a_stop_string_is_left_out(window: int) -> None:
     sequence, sampled, taken, pieces = make([", "]), ids("no, yes!"), [], []
     for start in range(0, len(sampled), window):
         assert sequence.status == RUNNING
-        sequence.sampled += sampled[start : start + window]
+        sequence.progress.sampled += sampled[start : start + window]
         tokens, piece = sequence.take()
         taken += tokens
         pieces.append(piece)
@@ -67,22 +69,44 @@ def test_what_was_sampled_after_a_stop_string_is_left_out(window: int) -> None:
             break
     assert sequence.status == STOPPED
     assert taken == sequence.token_ids == ids("no, ")
-    assert sequence.sampled == sampled[: len(sequence.sampled)]
-    assert sequence.text is not None
-    assert "".join(pieces) == sequence.text.whole == "no"
-    assert sequence.text.stop_string == ", "
+    assert sequence.progress.sampled == sampled[: len(sequence.progress.sampled)]
+    assert sequence.delivery.text is not None
+    assert "".join(pieces) == sequence.delivery.text.whole == "no"
+    assert sequence.delivery.text.stop_string == ", "
 
 
 def test_when_it_may_run() -> None:
     sequence = make(most=2)
-    assert (sequence.max_length, sequence.limit) == (5, 2)
+    assert (sequence.request.max_length, sequence.request.max_new_tokens) == (5, 2)
     assert not sequence.started
     running = []
-    for sequence.issued in range(3):
+    for tokens in range(3):
+        sequence.placement.tokens_issued = tokens
         running.append(sequence.may_run)
     assert running == [False, True, False]
-    sequence.sampled.append(4)
+    sequence.progress.sampled.append(4)
     assert sequence.started
     ended = make()
-    ended.status = 3
+    ended.progress.status = 3
     assert ended.started, "it ended without a token"
+
+
+@pytest.mark.parametrize(
+    ("part", "writer"),
+    [
+        (Placement, "decode/scheduler.py"),
+        (Progress, "decode/loop.py"),
+        (Delivery, "sequence.py"),
+    ],
+)
+def test_each_part_has_one_writer(part: type, writer: str) -> None:
+    """Attributes of `sequence.placement` and so on are assigned in a single module."""
+    names = "|".join(field.name for field in dataclasses.fields(part))
+    assigns = re.compile(rf"\b{part.__name__.lower()}\.({names}) [-+]?= ")
+    runtime = Path(sequence_module.__file__).parent
+    writers = {
+        path.relative_to(runtime).as_posix()
+        for path in runtime.rglob("*.py")
+        if assigns.search(path.read_text(encoding="utf-8"))
+    }
+    assert writers == {writer}

@@ -11,6 +11,7 @@ rows need, none at best: products with nothing cost next to nothing.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Final
 
 from qsample.contract.arrays import Array
@@ -46,42 +47,69 @@ class Marks:
         return tokens ^ (mark << _BITS)
 
 
+@dataclass(frozen=True, slots=True)
+class TakenPlace:
+    """A place for an adapter that a row has taken, and whether the adapter has to be written there."""
+
+    place: int
+    is_new: bool
+
+
 class AdapterPlaces:
-    """The graph's places for adapters, numbered from 1; 0 is none. An adapter keeps its place until another one needs
-    it. Of the places without rows, the one used longest ago is given away. If all have rows, the one used longest ago
-    takes no further row, so that the waiting request gets it."""
+    """The graph's places for adapters, numbered from 1; 0 is none.
+
+    An adapter keeps its place until another one needs it. Of the places without rows, the one used
+    longest ago is given away. If all have rows, the one used longest ago takes no further row, so
+    that the waiting sequence gets it.
+    """
 
     def __init__(self, count: int) -> None:
-        self._held: dict[int, str] = dict.fromkeys(
-            range(1, count + 1), ""
-        )  # place → sha256; used longest ago first
-        self._rows: Counter[int] = Counter()
+        # The sha256 of the adapter in each place; the place used longest ago comes first.
+        self._sha256_of_place: dict[int, str] = dict.fromkeys(range(1, count + 1), "")
+        self._rows: Counter[int] = Counter()  # the number of rows that use each place
 
-    def take(self, adapter: Adapter | None, claimed: dict[int, str]) -> tuple[int, bool] | None:
-        """A place for a row, and whether the adapter has to be written to it; None if the row has to wait. claimed:
-        place → the sha256 of the adapter of a row that waits for it and comes before this row; may get another."""
+    def take(self, adapter: Adapter | None, claimed: dict[int, str]) -> TakenPlace | None:
+        """Take a place for a row; None if the row has to wait.
+
+        Args:
+            adapter: the adapter of the row; without one, the place is 0.
+            claimed: the places that waiting rows before this row need, each with the sha256 of the
+                row's adapter. A place is added if this row has to wait for it.
+        """
         if adapter is None:
-            return 0, False
-        place = next(
-            (place for place, sha256 in self._held.items() if sha256 == adapter.sha256), None
-        )
-        is_new = place is None
-        if place in claimed or (place is None and adapter.sha256 in claimed.values()):
-            return None
-        if place is None:
-            free = [one for one in self._held if one not in claimed]
-            place = next((one for one in free if not self._rows[one]), None)
-            if place is None:
-                claimed |= dict.fromkeys(free[:1], adapter.sha256)
+            return TakenPlace(0, is_new=False)
+        place = self._place_of(adapter)
+        if place is not None:
+            if place in claimed:
                 return None
-        del self._held[place]
-        self._held[place] = adapter.sha256
-        self._rows[place] += 1
-        return place, is_new
+            return self._use(place, adapter, is_new=False)
+        if adapter.sha256 in claimed.values():
+            return None
+        unclaimed = [place for place in self._sha256_of_place if place not in claimed]
+        for place in unclaimed:
+            if not self._rows[place]:
+                return self._use(place, adapter, is_new=True)
+        if unclaimed:
+            claimed[unclaimed[0]] = adapter.sha256
+        return None
 
     def leave(self, place: int) -> None:
-        """A row has ended."""
+        """Note that a row with an adapter in `place` has ended."""
         self._rows[place] -= 1
+
+    def _place_of(self, adapter: Adapter) -> int | None:
+        """The place that has an adapter, or None."""
+        for place, sha256 in self._sha256_of_place.items():
+            if sha256 == adapter.sha256:
+                return place
+        return None
+
+    def _use(self, place: int, adapter: Adapter, *, is_new: bool) -> TakenPlace:
+        """Make `place` the one that was used last."""
+        del self._sha256_of_place[place]
+        self._sha256_of_place[place] = adapter.sha256
+        self._rows[place] += 1
+        return TakenPlace(place, is_new)
 
 
 class AdapterRows:

@@ -32,9 +32,9 @@ from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
-from qsample.runtime.sequence import DraftStats, PrefixStats, Sequence
+from qsample.runtime.sequence import DraftStats, Prediction, PrefixStats, Sequence
 
-_CACHE_IS_VALID: Final = (STOPPED, LENGTH)
+_VALID_CACHE_STATUSES: Final = (STOPPED, LENGTH)
 _FLUSH_EVERY: Final = 4  # if a read waits for the device
 
 
@@ -46,11 +46,19 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a read found of a sequence. issued: steps that were to give it tokens. drafts: None if it guesses none."""
+class _ReadResult:
+    """The results of a sequence in a read.
+
+    Attributes:
+        sequence: the sequence.
+        steps: the number of steps that give it tokens if it still runs.
+        tokens: the tokens that are new.
+        status: the contract's status.
+        drafts: how its guesses fared since it began; None if the package makes none.
+    """
 
     sequence: Sequence
-    issued: int
+    steps: int
     tokens: list[int]
     status: int
     drafts: DraftStats | None
@@ -70,7 +78,7 @@ class DecodeLoop:
     read; that may call `leave`.
 
     >>> with DecodeLoop(slots, Scheduler(slots.count, config), deliver, double_buffering=True) as loop:
-    ...     loop.add(Sequence(prompt, parameters, seed=0))
+    ...     loop.add(Sequence(SequenceRequest(prompt, parameters, seed=0)))
     ...     while loop.busy:
     ...         loop.step()
     """
@@ -122,9 +130,9 @@ class DecodeLoop:
         return bool(self._scheduler.prefilling)
 
     def add(self, sequence: Sequence) -> None:
-        """Let it wait. It returns all optional outputs of the package unless its `wanted` says less."""
-        if sequence.wanted is None:
-            sequence.wanted = self._slots.output_names
+        """Let a sequence wait for a slot."""
+        if sequence.request.expected_tokens is not None:
+            sequence.progress.prediction = Prediction(sequence.request.expected_tokens)
         self._scheduler.add(sequence)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -133,15 +141,12 @@ class DecodeLoop:
         self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
         self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
         if slot is not None:
-            self._left[slot] = (
-                sequence.identities,
-                "" if sequence.adapter is None else sequence.adapter.sha256,
-            )
+            self._left[slot] = (sequence.identities, sequence.request.adapter_sha256)
 
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
-        if sequence.slot is not None:
-            self._slots.set_parameters(sequence.slot, {name: values})
+        if sequence.placement.slot is not None:
+            self._slots.set_parameters(sequence.placement.slot, {name: values})
 
     def step(self) -> None:
         """Run a job on the device, and deliver the tokens that were read."""
@@ -154,8 +159,8 @@ class DecodeLoop:
             self._read_and_deliver()
             self.read_outputs()
             self._slots.prepare()
-        followed = any(sequence.followed for sequence in self._scheduler.in_slots)
-        if self._device is None or followed:
+        reads_every_step = self._reads_every_step()
+        if self._device is None or reads_every_step:
             self._read_and_deliver()
             self._write_drafts()
         job = self._scheduler.next_job()
@@ -163,18 +168,23 @@ class DecodeLoop:
             self.read_outputs()
         if job is None:
             self._read_and_deliver()
-        elif self._device is None or followed:
+        elif self._device is None or reads_every_step:
             for call in self._issue(job):
                 call()
             self._read_and_deliver()
         else:
             self._overlap(self._device, job)
 
+    def _reads_every_step(self) -> bool:
+        """Whether the tokens of some sequence in a slot have to be read after every step."""
+        return any(sequence.request.is_read_every_step for sequence in self._scheduler.in_slots)
+
     def _write_drafts(self) -> None:
         """Write the guesses of the sequences that run and have a prediction."""
         for sequence in self._scheduler.in_slots:
-            if sequence.prediction is not None and sequence.sampled:
-                draft = sequence.prediction.draft(sequence.sampled, self._most - 1)
+            progress = sequence.progress
+            if progress.prediction is not None and progress.sampled:
+                draft = progress.prediction.draft(progress.sampled, self._most - 1)
                 self._slots.set_parameters(slot_of(sequence), {DRAFT_IDS.name: draft})
 
     def _stop_left(self) -> None:
@@ -193,39 +203,37 @@ class DecodeLoop:
         """Get the slot ready that a sequence was given."""
         sequence, copy = admission.sequence, admission.copy
         slot = slot_of(sequence)
-        sequence.admitted_at = time.perf_counter()
+        sequence.progress.admitted_at = time.perf_counter()
         if admission.moved is not None:
-            target, tokens = admission.moved
-            self._slots.copy(
-                slot, target, np.zeros(tokens, np.int64)
-            )  # nothing reads the ids of a free slot
+            # Nothing reads the token ids of a free slot.
+            ids = np.zeros(admission.moved.tokens, np.int64)
+            self._slots.copy(slot, admission.moved.target, ids)
         if admission.stored is not None:
             self._load(sequence, slot, admission.stored)
         if admission.adapter is not None:
-            self._slots.adapters.put(sequence.adapter_place, admission.adapter)
-        place, images = sequence.adapter_place, sequence.images
+            self._slots.adapters.put(sequence.placement.adapter_place, admission.adapter)
         self._slots.begin(
             slot,
-            sequence.prompt,
-            sequence.seed,
-            sequence.parameters,
-            sequence.reused,
-            place,
-            images,
+            sequence.request.prompt,
+            sequence.request.seed,
+            sequence.request.parameters,
+            reused=sequence.placement.tokens_reused,
+            adapter=sequence.placement.adapter_place,
+            images=None if sequence.images is None else sequence.images.prompt,
         )
         if copy.source != slot:
             self._copy(copy)()
-        elif copy.place is not None:
-            self._slots.saved.restore(copy.place, slot)
+        elif copy.saved_place is not None:
+            self._slots.saved.restore(copy.saved_place, slot)
 
     def _load(self, sequence: Sequence, slot: int, held: PrefixFile) -> None:
         """Load the beginning of a prompt into its slot; if it is gone, the prompt will be read."""
         assert self._stored is not None
-        parts = self._stored.read(held, sequence.reused)
+        parts = self._stored.read(held, sequence.placement.tokens_reused)
         if parts:
             self._slots.load(slot, parts)
         else:
-            sequence.reused = sequence.consumed = 0
+            self._scheduler.forget_reused_tokens(sequence)
 
     def close(self) -> None:
         """Wait for the device and end its thread."""
@@ -265,37 +273,45 @@ class DecodeLoop:
         calls = [self._copy(copy) for copy in job.copies]
         for sequence, _ in self._unread:  # its whole prompt is issued
             self.prefixes.prompts += 1
-            self.prefixes.prompt_tokens += len(sequence.prompt)
-            self.prefixes.hits += sequence.reused > 0
-            self.prefixes.cached_tokens += sequence.reused
+            self.prefixes.prompt_tokens += len(sequence.request.prompt)
+            self.prefixes.hits += sequence.placement.tokens_reused > 0
+            self.prefixes.cached_tokens += sequence.placement.tokens_reused
         first, *others = job.sequences
         if others:
             pairs = list(zip(job.sequences, job.pieces, strict=True))
             calls += [self._prefill(pairs, emit=True), *map(self._save, job.saves)]
         else:
             for piece in job.pieces:
-                emit = piece.stop == len(first.prompt)
+                emit = piece.stop == len(first.request.prompt)
                 saves = [self._save(save) for save in job.saves if save.tokens == piece.stop]
                 wait = bool(saves) or piece is job.pieces[-1]
                 calls += [self._prefill([(first, piece)], emit=emit, wait=wait), *saves]
         for sequence, _ in self._unread:
-            sequence.image_features = None  # the calls have them
+            if sequence.images is not None:
+                sequence.images.features = None  # the calls have them
         return calls
 
     def _prefill(
         self, pieces: list[tuple[Sequence, range]], *, emit: bool, wait: bool = True
     ) -> Callable[[], None]:
         """The call for pieces of prompts in adjacent slots."""
-        ids = [one.prompt[piece.start : piece.stop] for one, piece in pieces]
-        images = [image_piece(one.images, one.image_features, piece) for one, piece in pieces]
+        ids = [one.request.prompt[piece.start : piece.stop] for one, piece in pieces]
+        images = [
+            None
+            if one.images is None
+            else image_piece(one.images.prompt, one.images.features, piece)
+            for one, piece in pieces
+        ]
         return partial(
             self._slots.prefill, slot_of(pieces[0][0]), *ids, emit=emit, wait=wait, images=images
         )
 
     def _copy(self, copy: Copy) -> Callable[[], None]:
         """The call for it."""
-        tokens = copy.sequence.prompt[: copy.tokens]
-        return partial(self._slots.copy, copy.source, slot_of(copy.sequence), tokens, copy.place)
+        tokens = copy.sequence.request.prompt[: copy.tokens]
+        return partial(
+            self._slots.copy, copy.source, slot_of(copy.sequence), tokens, copy.saved_place
+        )
 
     def _save(self, save: Save) -> Callable[[], None]:
         """The call for it."""
@@ -307,26 +323,32 @@ class DecodeLoop:
         unread, self._unread = self._unread, []
         self._hand_out(self._read(unread))
 
-    def _read(self, unread: list[tuple[Sequence, range]], step: int | None = None) -> list[_Found]:
+    def _read(
+        self, unread: list[tuple[Sequence, range]], step: int | None = None
+    ) -> list[_ReadResult]:
         """Read the tokens of the steps up to `step`, by default the newest, and the optional outputs unless they can
         wait."""
         unread = [
-            (sequence, steps) for sequence, steps in unread if sequence.slot is not None
+            (sequence, steps) for sequence, steps in unread if sequence.placement.slot is not None
         ]  # the rest has left
         if not unread:
             return []
         snapshot = self._slots.read(step, self._most * max(len(steps) for _, steps in unread))
         found = []
         for sequence, steps in unread:
-            slot, known = slot_of(sequence), len(sequence.prompt) + len(sequence.sampled)
+            slot, known = (
+                slot_of(sequence),
+                len(sequence.request.prompt) + len(sequence.progress.sampled),
+            )
             tokens = snapshot.tokens_from(slot, known)
             drafts = snapshot.drafts[slot] if snapshot.drafts else None
-            found.append(_Found(sequence, len(steps), tokens, int(snapshot.status[slot]), drafts))
-            if sequence.wanted and tokens:
+            found.append(
+                _ReadResult(sequence, len(steps), tokens, int(snapshot.status[slot]), drafts)
+            )
+            if sequence.request.output_names and tokens:
                 self._waiting.append(_Waiting(sequence, steps, len(tokens)))
-        followed = any(sequence.followed for sequence in self._scheduler.in_slots)
         if (
-            not followed
+            not self._reads_every_step()
             or len(self._steps_waiting()) >= self._slots.flush_every
             or any(one.status != RUNNING for one in found)
         ):
@@ -344,15 +366,13 @@ class DecodeLoop:
         if not waiting:
             return
         rows = span_of(slot_of(one.sequence) for one in waiting)
-        names = {name for one in waiting for name in one.sequence.wanted or ()}
+        names = {name for one in waiting for name in one.sequence.request.output_names}
         values = self._slots.read_outputs(steps, names, rows)
         counts = values.pop(NUM_NEW.name, None)
         for one in waiting:
-            row, wanted, outputs = (
-                slot_of(one.sequence) - rows.start,
-                one.sequence.wanted or (),
-                one.sequence.outputs,
-            )
+            row = slot_of(one.sequence) - rows.start
+            wanted = one.sequence.request.output_names
+            outputs = one.sequence.progress.outputs
             end = len(outputs) + one.count
             for index in range(one.steps.start - steps.start, one.steps.stop - steps.start):
                 given = 1 if counts is None else int(counts[index, row])
@@ -365,27 +385,36 @@ class DecodeLoop:
                     # A copy, so that a token keeps none of the outputs of the other rows.
                     outputs.append({name: value.copy() for name, value in found.items()})
 
-    def _hand_out(self, found: list[_Found]) -> None:
-        for one in found:
-            sequence, issued, count = one.sequence, one.issued, len(one.tokens)
-            if sequence.slot is None:  # it left meanwhile
+    def _hand_out(self, results: list[_ReadResult]) -> None:
+        """Add the results of a read to their sequences, and deliver these."""
+        for result in results:
+            sequence = result.sequence
+            if sequence.placement.slot is None:  # it left meanwhile
                 continue
-            sequence.sampled += one.tokens
-            sequence.drafts = one.drafts or sequence.drafts
-            sequence.status = one.status
-            if one.status != RUNNING:
-                self.leave(sequence, keep=one.status in _CACHE_IS_VALID)
-            elif (
-                not issued <= count <= issued * self._most
-                or len(sequence.sampled) >= sequence.limit
-            ):
-                raise QsampleError(
-                    f"a row still runs with {len(sequence.sampled)} new tokens of at most {sequence.limit}, the last "
-                    f"{count} from {issued} steps; the graph does not follow the decode contract"
-                )
-            sequence.issued += max(count - issued, 0)
+            progress = sequence.progress
+            progress.sampled += result.tokens
+            progress.status = result.status
+            if result.drafts is not None:
+                progress.drafts = result.drafts
+            if result.status == RUNNING:
+                self._check_contract(result)
+            else:
+                self.leave(sequence, keep=result.status in _VALID_CACHE_STATUSES)
+            accepted_guesses = len(result.tokens) - result.steps
+            if accepted_guesses > 0:
+                self._scheduler.count_accepted_guesses(sequence, accepted_guesses)
             self._deliver(sequence)
-            if (
-                sequence.status != one.status and sequence.slot is not None
-            ):  # a stop string ended it
+            if sequence.stop_string is not None and sequence.placement.slot is not None:
                 self.leave(sequence)
+
+    def _check_contract(self, result: _ReadResult) -> None:
+        """Raise QsampleError if a row that still runs has too few or too many tokens."""
+        new = len(result.tokens)
+        total = len(result.sequence.progress.sampled)
+        limit = result.sequence.request.max_new_tokens
+        is_plausible = result.steps <= new <= result.steps * self._most
+        if not is_plausible or total >= limit:
+            raise QsampleError(
+                f"a row still runs with {total} new tokens of at most {limit}, the last {new} from "
+                f"{result.steps} steps; the graph does not follow the decode contract"
+            )

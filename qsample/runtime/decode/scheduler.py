@@ -1,11 +1,12 @@
 """Gives slots to sequences, and chooses the next job of the device. No tensors here.
 
-A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The slot that it leaves
-keeps its prompt in the cache. The next sequence gets the slot that keeps the longest beginning of its prompt; if a step
-over fewer rows is cheaper, only slots next to those in use count. A longer beginning in another slot, free or not, is
-copied, and the tokens that the chosen slot kept are moved to the slot that was left longest ago. If rows are far apart
-all the same, because rows between them have ended, the first or the last row is moved. Recurrent states continue from
-their saved copies.
+A sequence waits, is admitted to a slot, has its prompt read in chunks, and runs until it ends. The
+slot that it leaves keeps its prompt in the cache. The next sequence gets the slot that keeps the
+longest beginning of its prompt; if a step over fewer rows is cheaper, only slots next to those in
+use count. A longer beginning in another slot, free or not, is copied, and the tokens that the chosen
+slot kept are moved to the slot that was left longest ago. If rows are far apart all the same,
+because rows between them have ended, the first or the last row is moved. Recurrent states continue
+from their saved copies.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import abc, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -22,8 +22,19 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
+from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks
-from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Save, Window, slot_of, span_of
+from qsample.runtime.decode.jobs import (
+    Admission,
+    Copy,
+    KeptTokens,
+    Move,
+    Read,
+    Save,
+    Window,
+    slot_of,
+    span_of,
+)
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.prefixes import (
     Pieces,
@@ -32,39 +43,47 @@ from qsample.runtime.decode.prefixes import (
     shared_prefix,
     shared_tokens,
 )
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import NO_TOKENS, Sequence
 
-# The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with float32.
-_RUN: Final = 4
-# Tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with int4 weights.
-_COPIED: Final = 32
-_MOST_PASSED: Final = (
-    256  # sequences that wait for an adapter; looking further takes time in each step
-)
-_NOTHING: Final[Array] = np.empty(0, dtype=np.int64)
+# The cost of a run without its tokens, in tokens: at 0.6 B parameters 2 with int4 weights, 13 with
+# float32.
+_RUN_COST_TOKENS: Final = 4
+# The tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with
+# int4 weights.
+_COPIED_TOKENS_PER_ROW: Final = 32
+# The sequences that wait for an adapter while later ones are admitted. Looking further takes time in
+# each step.
+_MAX_PASSED_SEQUENCES: Final = 256
 # A run of more tokens reads none of them faster, and takes more memory.
-_MOST_JOINED: Final = 512
+_MAX_JOINED_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The abilities of a package's graphs, and how a scheduler uses them. tail_size, step_rows: see `ort.batching`.
+    """The abilities of a package's graphs, and how a scheduler uses them.
 
     Attributes:
         pieces: the places at which prompts are cut.
-        recurrent: the model has states that belong to a slot's newest token, so that another slot can continue from
-            them at that moment, or from a copy that was saved.
+        tail_size: see `Sessions`.
+        recurrent: whether the model has states that belong to a slot's newest token, so that another
+            slot can continue from them only at that moment, or from a copy that was saved.
         whole_up_to: see `Interface`.
-        attention: the model has keys and values, and a slot has to hold these as well.
-        join_prompts: read whole prompts of adjacent slots in a single run, if they have the same length.
-        ragged: read prompts of any lengths together, and the rest of prompts after the beginnings that slots hold.
-        step_rows: slots in use are best close together then, and beginnings of prompts are copied between slots.
-        flush_every: decode steps between two reads, at least 1.
-        prefill_chunk_size: most prompt tokens of a chunk, but at least a piece; by default the whole prompt.
-        interleave: take turns between a chunk and a window, so that running rows wait for no more than a chunk;
-            otherwise every prompt in a slot is read before any row decodes.
-        saved_states, max_loras: most saved copies of recurrent states; most adapters that rows use at once.
-        reuse_sampled: continue from tokens that a slot sampled, too, and from anywhere.
+        attention: whether the model has keys and values, and a slot has to hold these as well.
+        join_prompts: whether whole prompts of adjacent slots are read in a single run, if they have
+            the same length.
+        ragged: whether prompts of any lengths are read together, and also the rests of prompts after
+            the beginnings that slots hold.
+        step_rows: see `Sessions`; slots in use are then best close together, and beginnings of
+            prompts are copied between slots.
+        flush_every: the number of decode steps between two reads, at least 1.
+        prefill_chunk_size: the most prompt tokens of a chunk, but at least a piece; None for the
+            whole prompt.
+        interleave: whether a chunk and a window take turns, so that running rows wait for no more
+            than a chunk; otherwise every prompt in a slot is read before any row decodes.
+        saved_states: the most saved copies of recurrent states.
+        max_loras: the most adapters that rows use at once.
+        reuse_sampled: whether prompts continue also from tokens that a slot sampled, and from
+            anywhere.
     """
 
     pieces: Pieces
@@ -84,325 +103,485 @@ class SchedulerConfig:
 
     @classmethod
     def of(cls, sessions: Sessions, **choices: Any) -> SchedulerConfig:
-        """As suits the graphs of a package. choices: `flush_every` and the fields after it."""
+        """The abilities of a package's graphs. choices: `flush_every` and the fields after it."""
+        interface = sessions.interface
         return cls(
-            Pieces.of(sessions),
-            sessions.prompts.tail_size,
-            bool(sessions.interface.fixed_states),
-            sessions.interface.whole_up_to,
-            bool(sessions.interface.key_values),
-            sessions.prompts.joins_prompts,
-            sessions.prompts.ragged,
-            sessions.rows.step,
-            max_loras=sessions.interface.features.max_loras,
+            pieces=Pieces.of(sessions),
+            tail_size=sessions.prompts.tail_size,
+            recurrent=bool(interface.fixed_states),
+            whole_up_to=interface.whole_up_to,
+            attention=bool(interface.key_values),
+            join_prompts=sessions.prompts.joins_prompts,
+            ragged=sessions.prompts.ragged,
+            step_rows=sessions.rows.step,
+            max_loras=interface.features.max_loras,
             **choices,
         )
 
 
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A row of the batch: the sequence in it, or the tokens that it keeps while it is free.
+
+    Attributes:
+        number: the number of the row.
+        left_at: the rank of a free slot; the slot with the lowest rank was left longest ago.
+        owner: the sequence in the slot; None while the slot is free.
+        kept_tokens: [n] int64, the marked tokens whose keys and values a free slot keeps.
+        kept_states_end: the most tokens that the states of a free slot follow.
+    """
+
+    number: int
+    left_at: int
+    owner: Sequence | None = None
+    kept_tokens: Array = field(default_factory=lambda: NO_TOKENS)
+    kept_states_end: int = 0
+
+    @property
+    def held_tokens(self) -> Array:
+        """[n] int64: the marked tokens whose keys and values the slot has."""
+        if self.owner is None:
+            return self.kept_tokens
+        placement = self.owner.placement
+        return placement.marked_prompt[: placement.tokens_read]
+
+    @property
+    def states_end(self) -> int:
+        """The most tokens that the states of the slot follow."""
+        if self.owner is None:
+            return self.kept_states_end
+        return len(self.owner.request.prompt) + self.owner.placement.tokens_issued
+
+    def give_to(self, sequence: Sequence) -> None:
+        """Let a sequence have this free slot."""
+        self.owner = sequence
+        self.kept_tokens = NO_TOKENS
+        sequence.placement.slot = self.number
+
+    def take_back(self, kept_tokens: Array, left_at: int) -> None:
+        """Make the slot free. kept_tokens: see the attribute."""
+        assert self.owner is not None
+        self.kept_states_end = self.states_end
+        self.owner.placement.slot = None
+        self.owner = None
+        self.kept_tokens = kept_tokens
+        self.left_at = left_at
+
+    def keep_as(self, other: Slot) -> None:
+        """Keep what `other` keeps, and take its rank."""
+        self.kept_tokens = other.kept_tokens
+        self.kept_states_end = other.kept_states_end
+        self.left_at = other.left_at
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveEstimate:
+    """A move of a row, the rows that each step then saves, and the tokens that it copies."""
+
+    move: Move
+    rows_saved: int
+    tokens_copied: int
+
+
 class Scheduler:
-    """Requests of equal priority run in arrival order; one that waits for an adapter does not block later ones.
+    """Requests of equal priority run in arrival order; one that waits for an adapter does not block
+    later ones.
 
-    A prompt is read in pieces, each in a separate call, even if more work waits: kernels round differently for another
-    number of tokens, and nothing but the prompt may decide that. So chunks are whole pieces, prompts are read together
-    if they have the same length, and a prompt continues from the tokens of a slot at the end of a piece.
+    A prompt is read in pieces, each in a separate call, even if more work waits: kernels round
+    differently for another number of tokens, and nothing but the prompt may decide that. So chunks
+    are whole pieces, prompts are read together if they have the same length, and a prompt continues
+    from the tokens of a slot at the end of a piece.
 
-    States are saved at the end of a prompt's whole pieces, from which the next turn of a conversation continues; at the
-    place at which a prompt leaves another, because a third may leave them there, too (as in Marconi,
-    https://arxiv.org/abs/2411.19379); and with `reuse_sampled` at the end of an answer.
+    States are saved at the end of a prompt's whole pieces, from which the next turn of a
+    conversation continues; at the place at which a prompt leaves another, because a third may leave
+    them there, too (as in Marconi, https://arxiv.org/abs/2411.19379); and with `reuse_sampled` at
+    the end of an answer.
     """
 
     def __init__(self, slots: int, config: SchedulerConfig) -> None:
         self._config = config
         self._pieces = config.pieces
-        self._kept: dict[int, Array] = dict.fromkeys(
-            range(slots), _NOTHING
-        )  # of each free slot, marked
-        self._tokens = dict.fromkeys(
-            range(slots), 0
-        )  # that the states of each free slot are after, at most
-        self._free = list(range(slots))  # the slot that was left longest ago first
+        self._slots = [Slot(number, left_at=number) for number in range(slots)]
+        self._next_rank = slots  # the next value of `Slot.left_at`
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
         self._marks = Marks()
         self._adapters = AdapterPlaces(config.max_loras)
         self._saved = SavedStates(config.saved_states if config.recurrent else 0)
-        self._moves = config.step_rows is not None and config.attention
+        self._moves_kept_tokens = config.step_rows is not None and config.attention
         self._step_rows = RowCounts(slots) if config.step_rows is None else config.step_rows
         self._chunk_was_last = False
-        self._wasted = 0  # rows of the steps since the last move that a move would have saved
+        self._wasted_rows = 0  # rows of the steps since the last move that a move would have saved
 
     @property
     def waiting(self) -> int:
-        """Number of sequences without a slot."""
+        """The number of sequences without a slot."""
         return len(self._waiting)
 
     @property
     def saved_states(self) -> int:
-        """Number of copies of states."""
+        """The number of copies of states."""
         return len(self._saved.beginnings)
 
     @property
     def in_slots(self) -> list[Sequence]:
-        """Sequences in slots, first come first."""
+        """The sequences in slots, first come first."""
         return list(self._in_slots)
 
     @property
     def prefilling(self) -> list[Sequence]:
-        """Sequences in slots whose prompt is not read yet, first come first."""
-        return [sequence for sequence in self._in_slots if sequence.consumed < len(sequence.prompt)]
+        """The sequences in slots whose prompt is not read yet, first come first."""
+        return [
+            sequence
+            for sequence in self._in_slots
+            if sequence.placement.tokens_read < len(sequence.request.prompt)
+        ]
 
     def add(self, sequence: Sequence) -> None:
-        """Let it wait, after the requests of the same priority."""
-        sequence.marked = self._marks.mark(sequence.identities, sequence.adapter)
-        insort(self._waiting, sequence, key=lambda one: one.priority)
+        """Let a sequence wait, after the sequences of the same priority."""
+        marked_prompt = self._marks.mark(sequence.identities, sequence.request.adapter)
+        sequence.placement.marked_prompt = marked_prompt
+        insort(self._waiting, sequence, key=lambda waiting: waiting.request.priority)
 
-    def admit(self, held: Callable[[], abc.Sequence[PrefixFile]] | None = None) -> list[Admission]:
-        """Give free slots to the requests that waited longest. held: returns the beginnings that a slot can load."""
-        admitted: list[Admission] = []
+    def admit(
+        self, stored_prefixes: Callable[[], abc.Sequence[PrefixFile]] | None = None
+    ) -> list[Admission]:
+        """Give free slots to the sequences that waited longest. stored_prefixes: returns the
+        beginnings of prompts that a slot can load; called only if a sequence can be admitted."""
+        free = self._free_slots() if self._waiting else []
+        if not free:
+            return []
+        stored = () if stored_prefixes is None else stored_prefixes()
+        admissions: list[Admission] = []
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
-        stored = held() if held is not None and self._waiting and self._free else ()
-        while self._waiting and self._free and len(passed) < _MOST_PASSED:
+        while self._waiting and free and len(passed) < _MAX_PASSED_SEQUENCES:
             sequence = self._waiting.popleft()
-            taken = self._adapters.take(sequence.adapter, claimed)
+            taken = self._adapters.take(sequence.request.adapter, claimed)
             if taken is None:
                 passed.append(sequence)
                 continue
-            sequence.adapter_place, is_new = taken
-            reusable = {
-                slot: self._reusable(self._kept[slot], sequence.marked, slot) for slot in self._free
-            }
-            used = [slot_of(one) for one in self._in_slots]
-            rows = {slot: self._step_rows.cover(len(span_of([*used, slot]))) for slot in self._free}
-            # Of equals, the first.
-            slot = min(self._free, key=lambda slot: (rows[slot], -reusable[slot]))
-            source = max([slot, *self._free], key=reusable.__getitem__)
-            tokens = reusable[source]
-            found, loadable = self._best_stored(stored, sequence)
-            found = found if loadable > tokens else None
-            if found:
-                source, tokens = slot, loadable
-            sequence.slot, sequence.reused, sequence.consumed = slot, tokens, tokens
-            place = None if found else self._saved.use(sequence.marked[:tokens])
-            moved = self._make_room(slot, source, sequence.marked, 0 if found else tokens)
-            self._free.remove(slot)
-            del self._kept[slot]
-            self._in_slots.append(sequence)
-            copy, adapter = (
-                Copy(sequence, source, tokens, place),
-                sequence.adapter if is_new else None,
-            )
-            admitted.append(Admission(sequence, copy, moved, found, adapter))
+            sequence.placement.adapter_place = taken.place
+            new_adapter = sequence.request.adapter if taken.is_new else None
+            admissions.append(self._admit_to_slot(sequence, free, stored, new_adapter))
+            free = self._free_slots()
         self._waiting.extendleft(reversed(passed))
-        return admitted
+        return admissions
+
+    def _free_slots(self) -> list[Slot]:
+        """The free slots; the slot that was left longest ago comes first."""
+        free = [slot for slot in self._slots if slot.owner is None]
+        return sorted(free, key=lambda slot: slot.left_at)
+
+    def _admit_to_slot(
+        self,
+        sequence: Sequence,
+        free: list[Slot],
+        stored: abc.Sequence[PrefixFile],
+        new_adapter: Adapter | None,
+    ) -> Admission:
+        """Give a sequence the best of the free slots. new_adapter: see `Admission.adapter`."""
+        prompt = sequence.placement.marked_prompt
+        reusable = {slot: self._reusable(slot, prompt) for slot in free}
+        slot = self._best_slot(free, reusable)
+        source = max([slot, *free], key=reusable.__getitem__)  # of equals, `slot`
+        tokens = reusable[source]
+        prefix, loadable = self._best_stored(stored, sequence)
+        if prefix is not None and loadable > tokens:
+            copy = Copy(sequence, slot.number, loadable)
+            moved = self._make_room(slot, slot, prompt, 0)
+        else:
+            prefix = None
+            copy = Copy(sequence, source.number, tokens, self._saved.use(prompt[:tokens]))
+            moved = self._make_room(slot, source, prompt, tokens)
+        slot.give_to(sequence)
+        sequence.placement.tokens_reused = copy.tokens
+        sequence.placement.tokens_read = copy.tokens
+        self._in_slots.append(sequence)
+        return Admission(sequence, copy, moved, prefix, new_adapter)
+
+    def _best_slot(self, free: list[Slot], reusable: Mapping[Slot, int]) -> Slot:
+        """The slot with which a step computes the fewest rows; of several, the slot that holds most
+        of the prompt; of several, the slot that was left longest ago. reusable: the number of prompt
+        tokens that each free slot holds."""
+        used = [slot_of(sequence) for sequence in self._in_slots]
+
+        def preference(slot: Slot) -> tuple[int, int]:
+            rows = self._step_rows.cover(len(span_of([*used, slot.number])))
+            return rows, -reusable[slot]
+
+        return min(free, key=preference)
 
     def _best_stored(
         self, stored: abc.Sequence[PrefixFile], sequence: Sequence
     ) -> tuple[PrefixFile | None, int]:
-        """The stored prefix that has most of a prompt, and how many tokens of it."""
-        own = "" if sequence.adapter is None else sequence.adapter.sha256
-        loadable = [
-            (self._loadable(one.tokens, sequence.identities), one)
-            for one in stored
-            if one.adapter == own
-        ]
-        tokens, found = max(loadable, key=lambda item: item[0], default=(0, None))
-        return found, tokens
+        """The stored prefix that has most of a prompt, and the number of prompt tokens it has."""
+        best, most_tokens = None, 0
+        for prefix in stored:
+            if prefix.adapter == sequence.request.adapter_sha256:
+                tokens = self._loadable(prefix.tokens, sequence.identities)
+                if best is None or tokens > most_tokens:
+                    best, most_tokens = prefix, tokens
+        return best, most_tokens
 
-    def _make_room(
-        self, slot: int, source: int, prompt: Array, reused: int
-    ) -> tuple[int, int] | None:
-        """Another free slot for the tokens that `slot` keeps, and their number: the slot left longest ago gives way.
-        Otherwise, slots next to the slots in use would forget the newest tokens, and other slots keep tokens that no
-        request needs. None if nothing is moved: if the step is over all slots, the slot left longest ago was chosen."""
-        kept, spare = (
-            self._kept[slot],
-            next(free for free in self._free if free == slot or free != source),
-        )
-        if source != slot and shared_prefix(self._kept[source], prompt) == len(self._kept[source]):
-            self._free.remove(source)  # `slot` is about to hold all of it
-            self._free.insert(0, source)
-        if spare == slot or not len(kept) or (source == slot and reused) or not self._moves:
+    def _make_room(self, slot: Slot, source: Slot, prompt: Array, tokens: int) -> KeptTokens | None:
+        """Let another free slot have the tokens that `slot` keeps, before a sequence gets `slot`.
+
+        The slot that was left longest ago gives way. Otherwise, slots next to the slots in use would
+        forget the newest tokens, and other slots would keep tokens that no request needs. Nothing is
+        moved if a step is over all slots: `slot` is then the slot left longest ago.
+
+        Args:
+            slot: the slot that the sequence gets.
+            source: the slot that holds the first `tokens` tokens of the sequence's marked `prompt`.
+        """
+        free = self._free_slots()
+        spare = next(other for other in free if other is slot or other is not source)
+        if source is not slot:
+            held = source.kept_tokens
+            if shared_prefix(held, prompt) == len(held):  # `slot` is about to hold all of it
+                source.left_at = free[0].left_at - 1
+        is_reused_in_place = source is slot and tokens > 0
+        if not self._moves_kept_tokens or spare is slot or is_reused_in_place:
             return None
-        self._kept[spare], self._tokens[spare] = kept, self._tokens[slot]
-        self._free.remove(spare)
-        self._free.insert(self._free.index(slot), spare)
-        return spare, len(kept)
+        if not len(slot.kept_tokens):
+            return None
+        spare.keep_as(slot)
+        return KeptTokens(spare.number, len(spare.kept_tokens))
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> int | None:
-        """Take a sequence out, wherever it is, and return the slot that it leaves. keep: its cache can be reused."""
-        if sequence.slot is None:
+        """Take a sequence out, wherever it is, and return the slot that it leaves. keep: whether its
+        cache can be reused."""
+        if sequence.placement.slot is None:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
             return None
-        slot, sequence.slot = sequence.slot, None
+        slot = self._slots[sequence.placement.slot]
+        kept_tokens = self._tokens_to_keep(sequence) if keep else NO_TOKENS
         self._in_slots.remove(sequence)
-        self._free.append(slot)
-        self._tokens[slot] = len(sequence.prompt) + sequence.issued
-        self._adapters.leave(sequence.adapter_place)
-        # It is unknown whether a row is valid whose first token was not read.
-        keep = keep and bool(sequence.sampled or not sequence.issued)
-        tokens = sequence.marked[: sequence.consumed]
-        if self._config.reuse_sampled and len(
-            tokens
-        ):  # the newest token was not fed yet, so the cache lacks it
-            sampled = self._marks.mark(np.array(sequence.sampled[:-1], np.int64), sequence.adapter)
-            tokens = np.concatenate([tokens, sampled])
-        self._kept[slot] = tokens if keep else _NOTHING
-        return slot
+        self._adapters.leave(sequence.placement.adapter_place)
+        slot.take_back(kept_tokens, self._next_rank)
+        self._next_rank += 1
+        return slot.number
+
+    def _tokens_to_keep(self, sequence: Sequence) -> Array:
+        """[n] int64: the marked tokens that the slot of a sequence keeps when it is left."""
+        placement = sequence.placement
+        sampled = sequence.progress.sampled
+        if placement.tokens_issued and not sampled:
+            return NO_TOKENS  # it is unknown whether the row is valid
+        tokens = placement.marked_prompt[: placement.tokens_read]
+        if not self._config.reuse_sampled or not len(tokens):
+            return tokens
+        # The newest token was not fed yet, so the cache lacks it.
+        fed = np.array(sampled[:-1], np.int64)
+        return np.concatenate([tokens, self._marks.mark(fed, sequence.request.adapter)])
 
     def save_answer(self, slot: int, tokens_in_states: Callable[[int], int]) -> Save | None:
-        """The place for the states of a slot that was just left, if they are after all the tokens that it keeps.
-        tokens_in_states: the number of tokens that a slot's states are after, asked only if it matters. A row may have
-        gone on before it was found to have ended."""
-        tokens = self._kept[slot]
-        wanted = self._config.reuse_sampled and self._saved.places and len(tokens)
-        if not wanted or tokens_in_states(slot) != len(tokens):
+        """The place for the states of a slot that was just left, if they follow exactly the tokens
+        that the slot keeps. A row may have gone on before it was found to have ended.
+        tokens_in_states: returns the number of tokens that a slot's states follow; called only if
+        the answer matters."""
+        tokens = self._slots[slot].kept_tokens
+        is_wanted = self._config.reuse_sampled and self._saved.places > 0 and len(tokens) > 0
+        if not is_wanted or tokens_in_states(slot) != len(tokens):
             return None
         place = self._saved.add(tokens, self._is_held)
         return None if place is None else Save(slot, len(tokens), place)
 
+    def forget_reused_tokens(self, sequence: Sequence) -> None:
+        """Have all of a prompt read, because its stored prefix is gone."""
+        sequence.placement.tokens_reused = 0
+        sequence.placement.tokens_read = 0
+
+    def count_accepted_guesses(self, sequence: Sequence, tokens: int) -> None:
+        """Note that a row has sampled `tokens` more tokens than its steps."""
+        sequence.placement.tokens_issued += tokens
+
     def next_job(self) -> Read | Window | None:
-        """The next job of the device, taken as done; None if nothing is left to do before results are read."""
-        prefilling, running = (
-            self.prefilling,
-            [sequence for sequence in self._in_slots if sequence.may_run],
-        )
-        if prefilling and not (running and self._config.interleave and self._chunk_was_last):
+        """The next job of the device, taken as done; None if nothing is left to do before results
+        are read."""
+        prefilling = self.prefilling
+        running = [sequence for sequence in self._in_slots if sequence.may_run]
+        is_turn_of_window = bool(running) and self._config.interleave and self._chunk_was_last
+        if prefilling and not is_turn_of_window:
             self._chunk_was_last = True
             read = self._next_read(prefilling)
-            for copy in read.copies:
-                copy.sequence.reused = copy.tokens
-                copy.sequence.consumed = max(copy.sequence.consumed, copy.tokens)
-            for sequence, piece in zip(
-                reversed(read.sequences), reversed(read.pieces), strict=False
-            ):
-                sequence.consumed, sequence.issued = piece.stop, int(read.last)
+            self._take_read_as_done(read)
             return read
         self._chunk_was_last = False
-        if not running:
-            return None
-        followed = any(sequence.followed for sequence in running)
-        left = [sequence.limit - sequence.issued for sequence in running]
-        steps = 1 if followed else min(self._config.flush_every, max(left))
-        window = Window(tuple(running), steps, tuple(min(steps, count) for count in left))
+        return self._next_window(running) if running else None
+
+    def _take_read_as_done(self, read: Read) -> None:
+        for copy in read.copies:
+            placement = copy.sequence.placement
+            placement.tokens_reused = copy.tokens
+            placement.tokens_read = max(placement.tokens_read, copy.tokens)
+        for sequence, end in zip(read.sequences, read.ends, strict=True):
+            sequence.placement.tokens_read = end
+            sequence.placement.tokens_issued = int(read.last)
+
+    def _next_window(self, running: list[Sequence]) -> Window:
+        """The next decode steps of the sequences that run, taken as done."""
+        left = [
+            sequence.request.max_new_tokens - sequence.placement.tokens_issued
+            for sequence in running
+        ]
+        if any(sequence.request.is_read_every_step for sequence in running):
+            steps = 1
+        else:
+            steps = min(self._config.flush_every, max(left))
+        counts = tuple(min(steps, count) for count in left)
         best = self._best_move()
-        self._wasted = 0 if best is None else self._wasted + steps * best[1]
-        for sequence, count in zip(running, window.counts, strict=True):
-            sequence.issued += count
-        return window
+        self._wasted_rows = 0 if best is None else self._wasted_rows + steps * best.rows_saved
+        for sequence, count in zip(running, counts, strict=True):
+            sequence.placement.tokens_issued += count
+        return Window(tuple(running), steps, counts)
 
     def next_move(self) -> Move | None:
-        """A move, taken as done, once steps over unused rows have cost as much as it does; None so far."""
-        best = self._best_move() if self._wasted else None
-        if best is None or self._wasted * _COPIED < best[2]:
+        """A move, taken as done, once steps over unused rows have cost as much as it does; None so
+        far."""
+        best = self._best_move() if self._wasted_rows else None
+        if best is None or self._wasted_rows * _COPIED_TOKENS_PER_ROW < best.tokens_copied:
             return None
-        move, self._wasted = best[0], 0
-        sequence = next(one for one in self._in_slots if one.slot == move.source)
-        sequence.slot = move.target
-        self._kept[move.source] = self._kept.pop(move.target)
-        self._tokens[move.source] = self._tokens[move.target]
-        self._free[self._free.index(move.target)] = move.source  # as long ago
-        return move
+        self._wasted_rows = 0
+        source = self._slots[best.move.source]
+        target = self._slots[best.move.target]
+        sequence = source.owner
+        assert sequence is not None
+        source.owner = None
+        source.keep_as(target)
+        target.give_to(sequence)
+        return best.move
 
-    def _best_move(self) -> tuple[Move, int, int] | None:
-        """The move of the first or the last row that costs least for each row that a step then saves; the number of
-        these rows; and the number of tokens that are copied."""
-        used = sorted(map(slot_of, self._in_slots))
-        width = self._step_rows.cover(len(span_of(used))) if used else 0
-        if width <= self._step_rows.cover(len(used)):
+    def _best_move(self) -> _MoveEstimate | None:
+        """The move of the first or the last row that costs least for each row that a step then
+        saves."""
+        used = sorted(slot_of(sequence) for sequence in self._in_slots)
+        rows = self._step_rows.cover(len(span_of(used))) if used else 0
+        if rows <= self._step_rows.cover(len(used)):
             return None
-        moves: list[tuple[Move, int, int]] = []
-        for one in self._in_slots:
-            source = slot_of(one)
-            if source in (used[0], used[-1]) and one.may_run:
-                rest = span_of(slot for slot in used if slot != source)
-                spans = {slot: max(rest[-1], slot) - min(rest[0], slot) + 1 for slot in self._free}
-                widths = {slot: self._step_rows.cover(span) for slot, span in spans.items()}
-                target = min(self._free, key=lambda slot: (widths[slot], len(self._kept[slot])))
-                kept, held = len(self._kept[target]), len(one.prompt) + one.issued
-                if widths[target] < width:
-                    moves.append(
-                        (Move(source, target, kept), width - widths[target], held + 2 * kept)
-                    )
-        return min(moves, key=lambda move: move[2] / move[1], default=None)
+        estimates = [
+            self._estimate_move(sequence, used)
+            for sequence in self._in_slots
+            if slot_of(sequence) in (used[0], used[-1]) and sequence.may_run
+        ]
+        useful = [estimate for estimate in estimates if estimate.rows_saved > 0]
+        return min(
+            useful, key=lambda estimate: estimate.tokens_copied / estimate.rows_saved, default=None
+        )
+
+    def _estimate_move(self, sequence: Sequence, used: list[int]) -> _MoveEstimate:
+        """The best move of the first or the last row. used: the slots in use, in order."""
+        source = slot_of(sequence)
+        others = [slot for slot in used if slot != source]
+
+        def rows_with(slot: Slot) -> int:
+            span = span_of([others[0], others[-1], slot.number])
+            return self._step_rows.cover(len(span))
+
+        target = min(self._free_slots(), key=lambda slot: (rows_with(slot), len(slot.kept_tokens)))
+        kept = len(target.kept_tokens)
+        rows_saved = self._step_rows.cover(len(span_of(used))) - rows_with(target)
+        # The kept tokens are copied there and back.
+        tokens_copied = self._slots[source].states_end + 2 * kept
+        return _MoveEstimate(Move(source, target.number, kept), rows_saved, tokens_copied)
 
     def _next_read(self, prefilling: list[Sequence]) -> Read:
         """The next part of the first prompt, or some whole prompts with it."""
-        sequence, *others = prefilling
-        start, end = sequence.consumed, len(sequence.prompt)
-        copies: tuple[Copy, ...] = ()
-        source, tokens = self._holder(sequence)
+        first = prefilling[0]
+        prompt = first.placement.marked_prompt
+        start = first.placement.tokens_read
+        end = len(prompt)
+        copies: list[Copy] = []
+        source, tokens = self._other_holder(first)
         if tokens > start:
-            copies = (Copy(sequence, source, tokens, self._saved.use(sequence.marked[:tokens])),)
+            copies.append(Copy(first, source, tokens, self._saved.use(prompt[:tokens])))
             start = tokens
         if self._config.recurrent:
-            # Those that begin alike wait until this prompt is read as far as they go together.
-            together = {
-                one: reusable_prefix(sequence.marked, one.marked, self._pieces, None)
-                for one in others
-            }
-            ahead = {one: tokens for one, tokens in together.items() if tokens > one.consumed}
-            copies += tuple(
-                Copy(one, slot_of(sequence), start)
-                for one, tokens in ahead.items()
-                if tokens == start
-            )
-            end = min([end, *(tokens for tokens in ahead.values() if tokens > start)])
-        joined = self._joined(sequence, start) if end == len(sequence.prompt) else {sequence: start}
+            common = self._common_beginnings(first, prefilling[1:])
+            for sequence, tokens in common.items():
+                if tokens == start:
+                    copies.append(Copy(sequence, slot_of(first), start))
+            # Prompts that share a prefix with this one wait until the prefix has been read.
+            end = min([end, *(tokens for tokens in common.values() if tokens > start)])
+        joined = self._joined(first, start) if end == len(prompt) else {first: start}
         if len(joined) > 1:
-            pieces = tuple(range(begun, len(one.prompt)) for one, begun in joined.items())
-            saves = tuple(
-                save
-                for one, begun in joined.items()
-                for save in self._saves(one, begun, len(one.prompt))
-            )
-            return Read(tuple(joined), pieces, copies, saves)
-        pieces = self._pieces.cut(sequence.marked, start, end, self._config.prefill_chunk_size)
-        return Read((sequence,), pieces, copies, self._saves(sequence, start, pieces[-1].stop))
+            return self._read_together(joined, copies)
+        pieces = self._pieces.cut(prompt, start, end, self._config.prefill_chunk_size)
+        saves = self._saves(first, start, pieces[-1].stop)
+        return Read((first,), pieces, tuple(copies), tuple(saves))
 
-    def _saves(self, sequence: Sequence, start: int, end: int) -> tuple[Save, ...]:
+    def _common_beginnings(self, first: Sequence, others: list[Sequence]) -> dict[Sequence, int]:
+        """The number of tokens that other sequences can copy from `first` at some point, if they
+        have read fewer."""
+        prompt = first.placement.marked_prompt
+        common: dict[Sequence, int] = {}
+        for sequence in others:
+            placement = sequence.placement
+            tokens = reusable_prefix(prompt, placement.marked_prompt, self._pieces, None)
+            if tokens > placement.tokens_read:
+                common[sequence] = tokens
+        return common
+
+    def _read_together(self, joined: Mapping[Sequence, int], copies: list[Copy]) -> Read:
+        """A read of the rests of several prompts. joined: the number of tokens of each sequence that
+        were read."""
+        pieces: list[range] = []
+        saves: list[Save] = []
+        for sequence, start in joined.items():
+            end = len(sequence.request.prompt)
+            pieces.append(range(start, end))
+            saves += self._saves(sequence, start, end)
+        return Read(tuple(joined), tuple(pieces), tuple(copies), tuple(saves))
+
+    def _saves(self, sequence: Sequence, start: int, end: int) -> list[Save]:
         """The states to save while the tokens [start, end) of a prompt are read."""
         if not self._saved.places:
-            return ()
-        prompt = sequence.marked
-        seen = [*self._saved.beginnings, *self._kept.values()]
-        seen += [one.marked for one in self._in_slots if one is not sequence]
+            return []
+        prompt = sequence.placement.marked_prompt
+        seen = list(self._saved.beginnings)
+        for slot in self._slots:
+            if slot.owner is None:
+                seen.append(slot.kept_tokens)
+            elif slot.owner is not sequence:
+                seen.append(slot.owner.placement.marked_prompt)
+        departure = max((shared_prefix(prompt, tokens) for tokens in seen), default=0)
         # The same prompt again continues from before its last token, a longer prompt from after it.
-        ends = {
-            len(prompt),
-            len(prompt) - 1,
-            max(map(partial(shared_prefix, prompt), seen), default=0),
-        }
-        saves = []
-        for tokens in sorted({self._pieces.begin(prompt, end) for end in ends}):
+        ends = {len(prompt), len(prompt) - 1, departure}
+        saves: list[Save] = []
+        for tokens in sorted({self._pieces.begin(prompt, place) for place in ends}):
             if start < tokens <= end:
                 place = self._saved.add(prompt[:tokens], self._is_held)
-                saves += [Save(slot_of(sequence), tokens, place)] if place is not None else []
-        return tuple(saves)
+                if place is not None:
+                    saves.append(Save(slot_of(sequence), tokens, place))
+        return saves
 
     def _is_held(self, tokens: Array) -> bool:
         """Whether some slot has the keys and values of all these tokens, or none are needed."""
-        held = [*self._kept.values(), *(one.marked[: one.consumed] for one in self._in_slots)]
-        return not self._config.attention or any(
-            shared_prefix(one, tokens) == len(tokens) for one in held
-        )
+        if not self._config.attention:
+            return True
+        return any(shared_prefix(slot.held_tokens, tokens) == len(tokens) for slot in self._slots)
 
-    def _holder(self, sequence: Sequence) -> tuple[int, int]:
-        """The other slot that holds most of a prompt's beginning, and how many tokens of it."""
-        held = self._kept | {
-            slot_of(one): one.marked[: one.consumed]
-            for one in self._in_slots
-            if one is not sequence
-        }
-        reusable = {
-            slot: self._reusable(tokens, sequence.marked, slot) for slot, tokens in held.items()
-        }
-        return max(reusable.items(), key=lambda item: item[1], default=(0, 0))
+    def _other_holder(self, sequence: Sequence) -> tuple[int, int]:
+        """The other slot that holds most of a prompt's beginning, and the number of its tokens."""
+        prompt = sequence.placement.marked_prompt
+        running = [self._slots[slot_of(other)] for other in self._in_slots if other is not sequence]
+        best, most_tokens = 0, 0
+        for slot in self._free_slots() + running:
+            tokens = self._reusable(slot, prompt)
+            if tokens > most_tokens:
+                best, most_tokens = slot.number, tokens
+        return best, most_tokens
 
-    def _reusable(self, held: Array, prompt: Array, slot: int) -> int:
-        """The number of tokens of `prompt` that need not be read after `held`, in a slot; its last token has to be."""
-        if self._config.recurrent and self._tokens_in(slot) > self._config.whole_up_to:
+    def _reusable(self, slot: Slot, prompt: Array) -> int:
+        """The number of tokens of a marked `prompt` that need not be read after the tokens that a
+        slot holds. The last token of the prompt always has to be read."""
+        return self._reusable_after(slot.held_tokens, slot, prompt)
+
+    def _reusable_after(self, held: Array, slot: Slot, prompt: Array) -> int:
+        """The number of tokens of `prompt` that need not be read once a slot holds the tokens `held`."""
+        if self._config.recurrent and slot.states_end > self._config.whole_up_to:
             most = shared_prefix(held, prompt) if self._config.attention else len(prompt)
             tokens = self._saved.longest(prompt, min(most, len(prompt) - 1))
             return 0 if self._pieces.run(prompt, tokens) else tokens
@@ -410,58 +589,80 @@ class Scheduler:
             return shared_tokens(held, prompt, self._pieces)
         return reusable_prefix(held, prompt, self._pieces, self._config.tail_size)
 
-    def _tokens_in(self, slot: int) -> int:
-        """The number of tokens that a slot's states are after, at most."""
-        running = (len(one.prompt) + one.issued for one in self._in_slots if one.slot == slot)
-        return next(running, self._tokens[slot])
-
     def _loadable(self, stored: Array, prompt: Array) -> int:
-        """The number of tokens of `prompt` that need not be read after `stored`, a number of whole pieces."""
-        if self._config.recurrent:  # the states are those after all of it
-            whole = shared_prefix(stored, prompt[:-1]) == len(stored) and not self._pieces.run(
-                prompt, len(stored)
-            )
-            return len(stored) if whole else 0
-        return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
+        """The number of tokens of `prompt` that need not be read after `stored`, a number of whole
+        pieces."""
+        if not self._config.recurrent:
+            return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
+        length = len(stored)
+        is_whole = shared_prefix(stored, prompt[:-1]) == length  # the states follow all of it
+        return length if is_whole and not self._pieces.run(prompt, length) else 0
 
     def to_store(self, slot: int, identities: Array) -> tuple[Array, int | None]:
-        """The whole pieces of a prompt that has just left a slot, as far as the slot keeps them, and the place of the
-        recurrent states after them, if any; no tokens if something of that is not there. identities: of the prompt."""
-        tokens = self._kept[slot][: len(identities)]
-        tokens = tokens[: self._pieces.begin(tokens, len(tokens))]
-        place = self._saved.use(tokens) if self._config.recurrent else None
-        if self._config.recurrent and place is None:
-            return _NOTHING, None
-        return identities[: len(tokens)], place
+        """The beginning of a prompt that can be stored, after the prompt has just left a slot.
+
+        Args:
+            slot: the slot.
+            identities: the identities of the prompt, without marks.
+
+        Returns:
+            The identities of the whole pieces that the slot keeps, and the place of the recurrent
+            states after them, if the model has any. No tokens if the states are not there.
+        """
+        kept = self._slots[slot].kept_tokens[: len(identities)]
+        tokens = kept[: self._pieces.begin(kept, len(kept))]
+        if not self._config.recurrent:
+            return identities[: len(tokens)], None
+        place = self._saved.use(tokens)
+        return (NO_TOKENS, None) if place is None else (identities[: len(tokens)], place)
 
     def _joined(self, first: Sequence, start: int) -> dict[Sequence, int]:
-        """`first` and the sequences whose prompts are read to their ends with its own, by slot, each with the number of
-        its tokens that were read: `start` of the first."""
-        if not self._config.join_prompts or (start and not self._config.ragged):
+        """The sequences whose prompts are read to their ends with `first`, in the order of their
+        slots, each with the number of its tokens that were read. start: that number of `first`."""
+        config = self._config
+        if not config.join_prompts or (start > 0 and not config.ragged):
             return {first: start}
-        begun = {
-            one: one.consumed for one in self.prefilling if self._config.ragged or one.consumed == 0
-        }
-        begun[first] = start
+        begun = {first: start}
+        for sequence in self.prefilling:
+            tokens_read = sequence.placement.tokens_read
+            if sequence is not first and (config.ragged or tokens_read == 0):
+                begun[sequence] = tokens_read
         ready = {
-            slot_of(one): one
-            for one, tokens in begun.items()
-            if len(self._pieces.cut(one.marked, tokens, len(one.prompt))) == 1
-            and not self._waits(one, first)
+            slot_of(sequence): sequence
+            for sequence, tokens in begun.items()
+            if self._is_last_piece(sequence, tokens) and not self._waits_for_copy(sequence, first)
         }
         if slot_of(first) not in ready:
             return {first: start}
-        lengths = {slot: len(one.prompt) - begun[one] for slot, one in ready.items()}
-        most, ragged = self._config.prefill_chunk_size, self._config.ragged
-        slots = joined_slots(lengths, slot_of(first), self._pieces.size, most, ragged=ragged)
+        lengths = {
+            slot: len(sequence.request.prompt) - begun[sequence] for slot, sequence in ready.items()
+        }
+        slots = joined_slots(
+            lengths,
+            slot_of(first),
+            self._pieces.size,
+            config.prefill_chunk_size,
+            ragged=config.ragged,
+        )
         return {ready[slot]: begun[ready[slot]] for slot in slots}
 
-    def _waits(self, one: Sequence, first: Sequence) -> bool:
-        """Whether it is cheaper to copy most of a prompt after `first` was read than to read both together."""
-        if one is first or self._config.recurrent:
+    def _is_last_piece(self, sequence: Sequence, tokens_read: int) -> bool:
+        """Whether the rest of a prompt is read in a single piece."""
+        prompt = sequence.placement.marked_prompt
+        return len(self._pieces.cut(prompt, tokens_read, len(prompt))) == 1
+
+    def _waits_for_copy(self, sequence: Sequence, first: Sequence) -> bool:
+        """Whether it is cheaper to copy most of a prompt after `first` was read than to read both
+        together."""
+        if sequence is first or self._config.recurrent:
             return False
-        copied = max(self._holder(one)[1], self._reusable(first.marked, one.marked, slot_of(first)))
-        return copied - one.consumed > _RUN
+        prompt = sequence.placement.marked_prompt
+        _, from_other = self._other_holder(sequence)
+        from_first = self._reusable_after(
+            first.placement.marked_prompt, self._slots[slot_of(first)], prompt
+        )
+        copied = max(from_other, from_first)
+        return copied - sequence.placement.tokens_read > _RUN_COST_TOKENS
 
 
 def joined_slots(
@@ -472,17 +673,26 @@ def joined_slots(
     *,
     ragged: bool = False,
 ) -> range:
-    """Adjacent slots around `slot` whose prompts are read in a single run: they have the same length, at most a piece,
-    so that each row computes the same numbers as alone; or any length, if `ragged`: rows do so in any case.
-    lengths: tokens to read for each slot that could be joined. chunk_size: most tokens of a run; by default, only as
-    many as make it faster."""
-    most = min(_MOST_JOINED, chunk_size or _MOST_JOINED)
+    """The adjacent slots around `slot` whose prompts are read in a single run.
+
+    They have the same length, at most a piece, so that each row computes the same numbers as in a
+    run of its own.
+
+    Args:
+        lengths: the number of tokens to read for each slot that could be joined.
+        slot: the slot that is read in any case.
+        piece_size: the number of tokens of a piece.
+        chunk_size: the most tokens of a run; by default, only as many as make it faster.
+        ragged: whether rows of any lengths compute the same numbers together.
+    """
+    most = min(_MAX_JOINED_TOKENS, chunk_size or _MAX_JOINED_TOKENS)
     joined = [slot]
 
     def fits(other: int) -> bool:
-        tokens = lengths.get(other)
-        alike = tokens is not None and (ragged or tokens == lengths[slot] <= piece_size)
-        return alike and sum(lengths[one] for one in (*joined, other)) <= most
+        if other not in lengths:
+            return False
+        is_alike = ragged or lengths[other] == lengths[slot] <= piece_size
+        return is_alike and sum(lengths[one] for one in (*joined, other)) <= most
 
     while fits(joined[-1] + 1):
         joined.append(joined[-1] + 1)

@@ -23,7 +23,7 @@ from qsample.runtime.decode.adapter_use import AdapterRows, Marks
 from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import Sequence, SequenceRequest
 
 
 def adapter(content: str, name: str = "any") -> Adapter:
@@ -35,7 +35,8 @@ A, B, C = adapter("a"), adapter("b"), adapter("c")
 
 def request(of: Adapter | None, prompt: list[int] | None = None) -> Sequence:
     parameters = {"max_length": np.array(99, dtype=np.int32)}
-    return Sequence(np.array(prompt or [1, 2, 3], dtype=np.int64), parameters, 0, adapter=of)
+    ids = np.array(prompt or [1, 2, 3], dtype=np.int64)
+    return Sequence(SequenceRequest(ids, parameters, 0, adapter=of))
 
 
 def scheduler(max_loras: int, slots: int = 8) -> Scheduler:
@@ -51,7 +52,9 @@ def added(one: Scheduler, *wanted: Adapter | None) -> list[Sequence]:
 
 def placed(admissions: list[Admission]) -> list[tuple[int, Adapter | None]]:
     """(place, adapter to write there) of each."""
-    return [(admission.sequence.adapter_place, admission.adapter) for admission in admissions]
+    return [
+        (admission.sequence.placement.adapter_place, admission.adapter) for admission in admissions
+    ]
 
 
 def test_rows_of_an_adapter_share_its_place_whatever_its_name() -> None:
@@ -91,7 +94,7 @@ def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_tha
     one.leave(waits)
     one.leave(of_b)
     assert placed(one.admit()) == [(2, A)]
-    assert (one.waiting, of_a.adapter_place) == (0, 2)
+    assert (one.waiting, of_a.placement.adapter_place) == (0, 2)
 
 
 def test_everybody_gets_a_turn() -> None:
@@ -110,9 +113,12 @@ def test_everybody_gets_a_turn() -> None:
             sequence = admission.sequence
             assert step - waiting.pop(sequence) < 60
             if admission.adapter is not None:
-                assert all(other.adapter_place != sequence.adapter_place for other in running)
-                held[sequence.adapter_place] = admission.adapter
-            assert sequence.adapter is held.get(sequence.adapter_place)
+                assert all(
+                    other.placement.adapter_place != sequence.placement.adapter_place
+                    for other in running
+                )
+                held[sequence.placement.adapter_place] = admission.adapter
+            assert sequence.request.adapter is held.get(sequence.placement.adapter_place)
             running.append(sequence)
     assert len(held) == 2
 
@@ -124,7 +130,11 @@ def test_no_beginning_crosses_adapters(reuse_sampled: bool) -> None:
         one.add(first := request(of, [5, 6, 7]))
         (admission,) = one.admit()
         assert admission.copy.tokens == 0
-        first.consumed, first.issued, first.sampled = 3, 3, [8, 9]
+        first.placement.tokens_read, first.placement.tokens_issued, first.progress.sampled = (
+            3,
+            3,
+            [8, 9],
+        )
         one.leave(first)
         one.add(second := request(again, [5, 6, 7, 8, 9]))
         (admission,) = one.admit()
@@ -137,7 +147,7 @@ def test_the_tokens_that_a_slot_keeps_are_told_without_marks() -> None:
     for of in (A, None):
         one.add(row := request(of, [5, 6, 7]))
         one.admit()
-        row.consumed = 3
+        row.placement.tokens_read = 3
         slot = one.leave(row)
         assert slot is not None
         tokens, place = one.to_store(slot, row.identities)

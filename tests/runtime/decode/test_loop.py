@@ -62,7 +62,7 @@ def run(
         while loop.busy:
             loop.step()
     reasons = [STATUS_NAMES[request.status] for request in requests]
-    return [request.sampled for request in requests], reasons, delivered
+    return [request.progress.sampled for request in requests], reasons, delivered
 
 
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -220,8 +220,10 @@ def test_rows_that_are_left_alone_come_together(
     assert {len(rows) for rows in asked[20:]} <= {1, 2, 3}
     alone = make_sequence(model, [7, 9], free(4), 2, CAPACITY)
     run(model, [alone], 8, double_buffering=double_buffering)
-    assert len(alone.outputs) == len(requests[2].outputs) == (4 if features else 0)
-    for one, other in zip(alone.outputs, requests[2].outputs, strict=True):
+    assert (
+        len(alone.progress.outputs) == len(requests[2].progress.outputs) == (4 if features else 0)
+    )
+    for one, other in zip(alone.progress.outputs, requests[2].progress.outputs, strict=True):
         assert one == other
 
 
@@ -247,7 +249,7 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(
         device, scheduler, lambda sequence: sequence.take(), double_buffering=double_buffering
     ) as loop:
         loop.add(running)
-        while not running.sampled:
+        while not running.progress.sampled:
             loop.step()
         for turn in range(1, 4):
             for seed, text in enumerate(texts):
@@ -256,13 +258,16 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(
                 loop.add(one)
                 while one.status == RUNNING:
                     loop.step()
-                assert one.reused == (turn - 1) * sessions.prompts.piece_size
-                assert one.sampled == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
+                assert one.placement.tokens_reused == (turn - 1) * sessions.prompts.piece_size
+                assert (
+                    one.progress.sampled
+                    == fake_reference.generate(prompt, short, seed, CAPACITY)[0]
+                )
         assert running.status == RUNNING
         assert sum(moved) > 3
     assert (
-        running.sampled
-        == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.sampled)]
+        running.progress.sampled
+        == fake_reference.generate([5], long, 0, CAPACITY)[0][: len(running.progress.sampled)]
     )
 
 
@@ -328,7 +333,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
 
     def deliver(sequence: Sequence) -> None:
         seen.append(sequence)
-        if len(running.sampled) >= 3:
+        if len(running.progress.sampled) >= 3:
             for leaver in (running, prefilling, queued):
                 loop.leave(leaver)
 
@@ -342,10 +347,10 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
         while loop.busy:
             loop.step()
     wanted = [row for row, _ in references(prompts, [free(20)] * 5)]
-    assert (stays.sampled, last.sampled) == (wanted[0], wanted[4])
-    assert running.sampled == wanted[2][: len(running.sampled)]
-    assert 3 <= len(running.sampled) < 20
-    assert prefilling.sampled == []
+    assert (stays.progress.sampled, last.progress.sampled) == (wanted[0], wanted[4])
+    assert running.progress.sampled == wanted[2][: len(running.progress.sampled)]
+    assert 3 <= len(running.progress.sampled) < 20
+    assert prefilling.progress.sampled == []
     assert queued not in seen
 
 
@@ -402,7 +407,7 @@ def test_an_invalid_rows_keys_and_values_are_not_reused(
         make_sequence(model, list(range(20, 29)), params, 0, CAPACITY) for _ in range(2)
     )
     tokens, _, _ = run(model, [first, again], 1)
-    assert (first.status, again.reused) == (status, reused)
+    assert (first.status, again.placement.tokens_reused) == (status, reused)
     assert tokens[1][:3] == tokens[0]
 
 
@@ -537,12 +542,13 @@ def test_optional_outputs_wait_for_a_later_read(
     model = fake_model(**OUTPUTS)
     generator = random.Random(12)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(24)]
-    wanted = [(), ("logprobs",), None, ("top_logprobs", "top_logprob_ids")]
+    wanted = [(), ("logprobs",), OUTPUT_NAMES, ("top_logprobs", "top_logprob_ids")]
 
     def outputs(flush_every: int, double_buffering: bool) -> list[Sequence]:
-        sequences = [make_sequence(model, *case, CAPACITY) for case in cases]
-        for number, sequence in enumerate(sequences):
-            sequence.wanted = wanted[number % 4]
+        sequences = [
+            make_sequence(model, *case, CAPACITY, output_names=wanted[number % 4])
+            for number, case in enumerate(cases)
+        ]
         scheduler = Scheduler(
             5, SchedulerConfig.of(model.sessions, flush_every=flush_every, prefill_chunk_size=4)
         )
@@ -550,10 +556,12 @@ def test_optional_outputs_wait_for_a_later_read(
         given: dict[int, list[int]] = {}
 
         def deliver(sequence: Sequence) -> None:
-            tokens = given.setdefault(sequence.seed, [])
+            tokens = given.setdefault(sequence.request.seed, [])
             tokens += sequence.take()[0]
-            assert not sequence.wanted or len(sequence.outputs) >= len(tokens)
-            if sequence.seed % 5 == 4 and len(tokens) > 2:
+            assert not sequence.request.output_names or len(sequence.progress.outputs) >= len(
+                tokens
+            )
+            if sequence.request.seed % 5 == 4 and len(tokens) > 2:
                 loop.leave(sequence)
 
         with DecodeLoop(device, scheduler, deliver, double_buffering=double_buffering) as loop:
@@ -562,9 +570,11 @@ def test_optional_outputs_wait_for_a_later_read(
             while loop.busy:
                 loop.step()
         for sequence in sequences:
-            if sequence.seed % 5 != 4:
-                assert given[sequence.seed] == sequence.sampled
-                assert len(sequence.outputs) == len(sequence.sampled) * (sequence.wanted != ())
+            if sequence.request.seed % 5 != 4:
+                assert given[sequence.request.seed] == sequence.progress.sampled
+                assert len(sequence.progress.outputs) == len(sequence.progress.sampled) * (
+                    sequence.request.output_names != ()
+                )
         return sequences
 
     plain = outputs(1, False)
@@ -573,14 +583,16 @@ def test_optional_outputs_wait_for_a_later_read(
         late = outputs(flush_every, double_buffering)
         assert max(steps for _, steps, _ in read) == flush_every
         for one, other, case in zip(plain, late, cases, strict=True):
-            most = min(len(one.sampled), len(other.sampled)) if case[2] % 5 == 4 else None
-            assert one.sampled[:most] == other.sampled[:most]
-            for mine, its in zip(one.outputs[:most], other.outputs[:most], strict=True):
-                assert (
-                    sorted(mine)
-                    == sorted(its)
-                    == sorted(OUTPUT_NAMES if one.wanted is None else one.wanted)
-                )
+            most = (
+                min(len(one.progress.sampled), len(other.progress.sampled))
+                if case[2] % 5 == 4
+                else None
+            )
+            assert one.progress.sampled[:most] == other.progress.sampled[:most]
+            for mine, its in zip(
+                one.progress.outputs[:most], other.progress.outputs[:most], strict=True
+            ):
+                assert sorted(mine) == sorted(its) == sorted(one.request.output_names)
                 for name in mine:
                     assert mine[name].tobytes() == its[name].tobytes()
 
@@ -596,7 +608,7 @@ def test_a_function_has_only_the_tokens_read_each_step(
     them; then steps are read by four again. A row leaves while its outputs wait."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
     guided, other = (
-        make_sequence(model, [5 + row], free(most), row, CAPACITY)
+        make_sequence(model, [5 + row], free(most), row, CAPACITY, guided=row == 0)
         for row, most in enumerate((10, 26))
     )
     seen: list[Step] = []
@@ -620,7 +632,6 @@ def test_a_function_has_only_the_tokens_read_each_step(
         Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given)
     )
     gone = make_sequence(model, [7], free(20), 2, CAPACITY)
-    guided.guided = True
     guide = Guide(follow, [guided], np.full((1, 10), -1, np.int32), 0)
 
     def deliver(sequence: Sequence) -> None:
@@ -642,13 +653,13 @@ def test_a_function_has_only_the_tokens_read_each_step(
     probs = [(steps, rows) for name, steps, rows in read if name == "probs"]
     followed = [(1, 3)] * 2 + [(1, 2)] * 8 if looks else [(4, 2), (4, 2), (2, 2)]
     assert probs == [*followed, *[(4, 1)] * 4]
-    assert len(gone.outputs) == (2 if looks else 0)
+    assert len(gone.progress.outputs) == (2 if looks else 0)
     for sequence, reference in zip((guided, other), alone, strict=True):
-        assert sequence.sampled == reference.sampled
-        for mine, its in zip(sequence.outputs, reference.outputs, strict=True):
+        assert sequence.progress.sampled == reference.progress.sampled
+        for mine, its in zip(sequence.progress.outputs, reference.progress.outputs, strict=True):
             assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
     assert [step.outputs["logprobs"][0, 0] for step in seen] == [
-        one["logprobs"][0] for one in guided.outputs
+        one["logprobs"][0] for one in guided.progress.outputs
     ]
 
 
@@ -659,10 +670,10 @@ def test_outputs_that_wait_when_the_guided_row_leaves(
     """The windows after it may write all places."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
     guided, other, alone = (
-        make_sequence(model, [5 + row], free(20), row, CAPACITY) for row in (0, 1, 1)
+        make_sequence(model, [5 + row], free(20), row, CAPACITY, guided=row == 0)
+        for row in (0, 1, 1)
     )
     run(model, [alone])
-    guided.guided = True
     device = Slots(model.sessions, 2, CAPACITY, flush_every=4)
     scheduler = Scheduler(2, SchedulerConfig.of(model.sessions, flush_every=4, interleave=False))
     with DecodeLoop(
@@ -670,14 +681,14 @@ def test_outputs_that_wait_when_the_guided_row_leaves(
     ) as loop:
         loop.add(guided)
         loop.add(other)
-        while len(guided.sampled) < 3:
+        while len(guided.progress.sampled) < 3:
             loop.step()
-        assert (len(other.sampled), other.outputs, other.token_ids) == (3, [], [])
+        assert (len(other.progress.sampled), other.progress.outputs, other.token_ids) == (3, [], [])
         loop.leave(guided)
         while loop.busy:
             loop.step()
-    assert other.sampled == alone.sampled == other.token_ids
-    for mine, its in zip(other.outputs, alone.outputs, strict=True):
+    assert other.progress.sampled == alone.progress.sampled == other.token_ids
+    for mine, its in zip(other.progress.outputs, alone.progress.outputs, strict=True):
         assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
 
 

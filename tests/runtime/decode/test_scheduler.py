@@ -13,11 +13,11 @@ import pytest
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import scheduler as scheduler_module
-from qsample.runtime.decode.jobs import Admission, Copy, Move, Read, Window
+from qsample.runtime.decode.jobs import Admission, Copy, KeptTokens, Move, Read, Window
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.prefixes import Pieces
 from qsample.runtime.decode.scheduler import SchedulerConfig, joined_slots
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import Sequence, SequenceRequest
 
 
 class Scheduler(scheduler_module.Scheduler):
@@ -35,9 +35,11 @@ def chunk(sequence: Sequence, pieces: tuple[range, ...], *rest: Any) -> Read:
     return Read((sequence,), pieces, *rest)
 
 
-def request(prompt: list[int], most: int = 10, *, guided: bool = False) -> Sequence:
+def request(prompt: list[int], most: int = 10, **options: Any) -> Sequence:
+    """A sequence of at most `most` new tokens. options: further fields of `SequenceRequest`."""
     parameters = {"max_length": np.array(len(prompt) + most, dtype=np.int32)}
-    return Sequence(np.array(prompt, dtype=np.int64), parameters, 0, guided)
+    ids = np.array(prompt, dtype=np.int64)
+    return Sequence(SequenceRequest(ids, parameters, 0, **options))
 
 
 def admitted(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[Sequence]:
@@ -51,7 +53,11 @@ def admitted(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[
 
 def read(wanted: Sequence, *sampled: int) -> None:
     """Pretend that the whole prompt was fed and the first token sampled, and that these tokens were read."""
-    wanted.consumed, wanted.issued, wanted.sampled = len(wanted.prompt), 1, [*sampled]
+    wanted.placement.tokens_read, wanted.placement.tokens_issued, wanted.progress.sampled = (
+        len(wanted.request.prompt),
+        1,
+        [*sampled],
+    )
 
 
 def running(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
@@ -71,19 +77,19 @@ def test_first_come_first_served() -> None:
     assert (scheduler.waiting, admit(scheduler)) == (3, [])
     slot = scheduler.leave(requests[1])
     assert admit(scheduler) == [requests[2]]
-    assert requests[2].slot == slot
+    assert requests[2].placement.slot == slot
     assert scheduler.leave(requests[4]) is None  # from the queue
     scheduler.leave(requests[0])
     assert admit(scheduler) == [requests[3]]
     assert scheduler.waiting == 0
-    assert [one.slot for one in scheduler.in_slots] == [slot, 0]
+    assert [one.placement.slot for one in scheduler.in_slots] == [slot, 0]
 
 
 @pytest.mark.parametrize("reuse_sampled", [False, True])
 def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
     scheduler = Scheduler(3, reuse_sampled=reuse_sampled)
     held = admitted(scheduler, [1, 2, 3, 4], [1, 2, 9], [7])
-    slots = [one.slot for one in held]
+    slots = [one.placement.slot for one in held]
     for one, new in zip(held, ([5, 6], [8], [3]), strict=True):
         read(one, *new)
         scheduler.leave(one)
@@ -94,7 +100,11 @@ def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
         ([8, 8], slots[2], 0),  # nothing anywhere: the one that was left longest ago
     ):
         (one,) = admitted(scheduler, prompt)
-        assert (one.slot, one.reused, one.consumed) == (slot, reused, reused)
+        assert (one.placement.slot, one.placement.tokens_reused, one.placement.tokens_read) == (
+            slot,
+            reused,
+            reused,
+        )
 
 
 def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None:
@@ -107,23 +117,23 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
         return admission
 
     def held(one: Admission) -> tuple[int | None, int, int]:
-        return one.sequence.slot, one.copy.source, one.copy.tokens
+        return one.sequence.placement.slot, one.copy.source, one.copy.tokens
 
     first = [admit([n] * 9).sequence for n in range(1, 7)]
-    assert [one.slot for one in first] == list(range(6))
+    assert [one.placement.slot for one in first] == list(range(6))
     for slot in (4, 0, 5, 1, 3):
         scheduler.leave(first[slot])
     # Slot 2 runs. Beside it, slot 1 was left before slot 3; slots 4 and 0, which were left before, are further off.
     second = admit([8])
     assert held(second) == (1, 1, 0)
     # What slot 1 held goes to slot 4, which was left longest ago.
-    assert second.moved == (4, 9)
+    assert second.moved == KeptTokens(4, 9)
     # What slot 5 holds is copied; it keeps it. Slot 0 was left longest ago now.
     third = admit([6] * 5 + [7])
     assert (held(third), third.moved) == ((0, 5, 5), None)
     fourth = admit([2] * 9)
     assert held(fourth) == (3, 4, 8)
-    assert fourth.moved == (5, 9)
+    assert fourth.moved == KeptTokens(5, 9)
     # Slot 4 holds nothing now that slot 3 lacks, so that it gives way next.
     fifth = admit([4] * 9)
     assert (held(fifth), fifth.moved) == ((4, 5, 8), None)
@@ -149,18 +159,18 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
         scheduler.leave(ones[slot])
     # The last one has fewer tokens: 64 and those that were sampled; what slot 1 keeps is copied there and back. That
     # saves four rows in each step; a token is copied in the 32nd part of one.
-    tokens = 64 + ones[5].issued + 2 * 9
+    tokens = 64 + ones[5].placement.tokens_issued + 2 * 9
     count, move = steps_until_a_move(scheduler)
     assert count == pytest.approx(tokens / 32 / 4, abs=2)
     assert move == Move(source=5, target=1, kept=9)
-    assert [one.slot for one in (ones[0], ones[5])] == [0, 1]
+    assert [one.placement.slot for one in (ones[0], ones[5])] == [0, 1]
     assert scheduler.next_move() is None
     assert steps_until_a_move(scheduler) == (100, None)
     # What slot 1 kept is in slot 5, and gives way as early as it would have.
     again = request([1] * 9)
     scheduler.add(again)
     assert scheduler.admit()[0].copy == Copy(again, source=5, tokens=8)
-    assert again.slot == 2
+    assert again.placement.slot == 2
 
 
 @pytest.mark.parametrize(
@@ -187,7 +197,7 @@ def test_the_move_that_costs_least_for_what_it_saves(
 ) -> None:
     scheduler = Scheduler(8, step_rows=RowCounts(1))
     for one in running(scheduler, *([n] * sizes.get(n, 9) for n in range(8))):
-        if one.slot not in sizes:
+        if one.placement.slot not in sizes:
             scheduler.leave(one)
     count, found = steps_until_a_move(scheduler, 1000)
     assert found == move
@@ -198,7 +208,7 @@ def test_rows_stay_where_a_step_is_over_all() -> None:
     for counts in (None, RowCounts(6)):
         scheduler = Scheduler(6, step_rows=counts)
         for one in running(scheduler, *([n] * 9 for n in range(6))):
-            if one.slot not in (0, 5):
+            if one.placement.slot not in (0, 5):
                 scheduler.leave(one)
         assert steps_until_a_move(scheduler) == (100, None)
 
@@ -216,7 +226,7 @@ def test_conversations_that_take_turns_are_not_forgotten(
     for _ in range(200):
         if len(in_slots) == running:
             number, one = in_slots.pop(generator.randrange(running))
-            one.sampled = [99]
+            one.progress.sampled = [99]
             scheduler.leave(one)
         number = generator.choice(
             [one for one in turns if one not in [busy for busy, _ in in_slots]]
@@ -224,7 +234,7 @@ def test_conversations_that_take_turns_are_not_forgotten(
         before = len(turns[number])
         turns[number].append(number)
         (one,) = admitted(scheduler, turns[number])
-        assert one.reused == (before if before > 1 else 0)
+        assert one.placement.tokens_reused == (before if before > 1 else 0)
         read(one)
         in_slots.append((number, one))
 
@@ -238,7 +248,7 @@ def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
     again = request([5] * 9)
     scheduler.add(again)
     assert scheduler.admit()[0].copy == Copy(again, source=4, tokens=8)
-    assert again.slot == 4
+    assert again.placement.slot == 4
 
 
 def test_what_is_kept_of_a_request_that_left_early() -> None:
@@ -253,10 +263,10 @@ def test_what_is_kept_of_a_request_that_left_early() -> None:
         for one in (first, second):
             scheduler.add(one)
         scheduler.admit()
-        first.consumed, first.issued = consumed, issued
+        first.placement.tokens_read, first.placement.tokens_issued = consumed, issued
         scheduler.leave(first, keep=keep)
         scheduler.admit()
-        assert second.reused == kept
+        assert second.placement.tokens_reused == kept
 
 
 def test_chunks_and_windows_take_turns() -> None:
@@ -322,7 +332,9 @@ def test_tails_behind_different_beginnings_are_read_together() -> None:
     long, *others = admitted(scheduler, [5] * 19, [1, 2, 3], [*range(9)], [6])
     assert scheduler.next_job() == chunk(long, (range(8), range(8, 16)))
     assert scheduler.next_job() == Read((long, others[0]), (range(16, 19), range(3)))
-    assert [(one.consumed, one.issued) for one in (long, *others)] == [
+    assert [
+        (one.placement.tokens_read, one.placement.tokens_issued) for one in (long, *others)
+    ] == [
         (19, 1),
         (3, 1),
         (0, 0),
@@ -360,14 +372,14 @@ def test_chunks_are_whole_pieces() -> None:
         scheduler = Scheduler(1, prefill_chunk_size=asked, piece_size=4)
         (one,) = admitted(scheduler, [*range(11)])
         seen = []
-        while (start := one.consumed) < 11:
+        while (start := one.placement.tokens_read) < 11:
             job = scheduler.next_job()
             assert isinstance(job, Read)
-            cut = Pieces(4).cut(one.prompt, 0, 11)
+            cut = Pieces(4).cut(one.request.prompt, 0, 11)
             assert job.pieces == tuple(
-                piece for piece in cut if start <= piece.start < one.consumed
+                piece for piece in cut if start <= piece.start < one.placement.tokens_read
             )
-            seen.append(one.consumed)
+            seen.append(one.placement.tokens_read)
         assert seen == ends, asked
 
 
@@ -376,7 +388,7 @@ def test_what_another_slot_holds_is_copied() -> None:
     first, same, longer, other = admitted(
         scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)]
     )
-    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.prompt, 0, 11))
+    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.request.prompt, 0, 11))
     scheduler.next_job()
     # All but the last two tokens, because their last pieces end alike.
     assert scheduler.next_job() == chunk(same, (range(9, 11),), (Copy(same, 0, 9),))
@@ -384,7 +396,7 @@ def test_what_another_slot_holds_is_copied() -> None:
     scheduler.next_job()
     assert scheduler.next_job() == chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
     for one in (same, longer):
-        one.sampled = [5, 6]
+        one.progress.sampled = [5, 6]
         scheduler.leave(one)
     assert scheduler.next_job() == chunk(
         other, (range(2, 4),), (Copy(other, 1, 2),)
@@ -409,7 +421,7 @@ def test_short_prompts_that_are_the_same_are_read_once() -> None:
     assert scheduler.next_job() == chunk(other, (range(9),))
     scheduler = Scheduler(2, piece_size=16, tail_size=2, join_prompts=True)
     assert scheduler.next_job() is None
-    assert scheduler_module._RUN == 4
+    assert scheduler_module._RUN_COST_TOKENS == 4
     short = admitted(
         scheduler, [*range(6)], [*range(6)]
     )  # a run of its own would cost more than it saves
@@ -420,12 +432,12 @@ def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginnin
     scheduler = Scheduler(4, piece_size=4, tail_size=2, recurrent=True, interleave=False)
     prompts = [*range(14)], [*range(14)], [*range(9), 0], [7] * 9
     first, same, shorter, other = admitted(scheduler, *prompts)
-    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.prompt, 0, 8))
+    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.request.prompt, 0, 8))
     assert scheduler.next_job() == chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
     assert scheduler.next_job() == chunk(first, (range(12, 14),), (Copy(same, 0, 12),))
     assert scheduler.next_job() == chunk(same, (range(12, 14),))
     assert scheduler.next_job() == chunk(shorter, (range(8, 10),))
-    assert scheduler.next_job() == chunk(other, Pieces(4).cut(other.prompt, 0, 9))
+    assert scheduler.next_job() == chunk(other, Pieces(4).cut(other.request.prompt, 0, 9))
 
 
 def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
@@ -450,7 +462,7 @@ def test_a_guided_request_makes_windows_of_one_step() -> None:
     scheduler = Scheduler(2, flush_every=8)
     (free,), (guided,) = admitted(scheduler, [1]), admitted(scheduler, [2], guided=True)
     read(free)
-    guided.consumed = 1
+    guided.placement.tokens_read = 1
     assert scheduler.next_job() == Window((free,), 8)
     read(guided)
     assert scheduler.next_job() == Window((free, guided), 1)
@@ -468,8 +480,8 @@ def test_a_stored_prefix_is_for_requests_of_its_adapter() -> None:
     base = PrefixFile(Path("base"), np.arange(4), 0, {}, "")
     stored = [base, replace(base, path=Path("longer"), tokens=np.arange(8), adapter="its sha256")]
     scheduler = Scheduler(2, max_loras=1)
-    plain, adapted = request([*range(9)]), request([*range(9)])
-    adapted.adapter = Adapter("a", Path("a"), "its sha256", {})
+    plain = request([*range(9)])
+    adapted = request([*range(9)], adapter=Adapter("a", Path("a"), "its sha256", {}))
     for one in (plain, adapted):
         scheduler.add(one)
     admissions = scheduler.admit(lambda: stored)
@@ -482,4 +494,4 @@ def test_recurrent_states_that_were_not_saved_are_not_gone_on_from() -> None:
     read(first, 9)
     scheduler.leave(first)
     (second,) = admitted(scheduler, [1, 2, 3, 4])
-    assert (second.slot, second.reused) == (0, 0)
+    assert (second.placement.slot, second.placement.tokens_reused) == (0, 0)

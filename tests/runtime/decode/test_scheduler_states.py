@@ -34,7 +34,7 @@ def run(one: Scheduler, *, answer: tuple[int, ...] = (7,)) -> list[Save]:
         assert isinstance(job, Read)
         saves += job.saves
     for sequence in one.in_slots:
-        sequence.sampled = [*answer]
+        sequence.progress.sampled = [*answer]
         one.leave(sequence)
     return saves
 
@@ -71,12 +71,12 @@ def test_a_row_that_has_all_its_tokens_goes_back_to_any_piece(answer: int, reuse
     admitted(one, [*range(9)])
     run(one)
     one.add(again := request([*range(9), 5]))
-    assert one.admit()[0].sequence.reused == 8
-    again.sampled, again.issued = [7], answer - 1  # steps that were begun
+    assert one.admit()[0].sequence.placement.tokens_reused == 8
+    again.progress.sampled, again.placement.tokens_issued = [7], answer - 1  # steps that were begun
     one.leave(again)
     one.add(other := request([*range(8), 6, 6]))
     one.admit()
-    assert other.reused == reused
+    assert other.placement.tokens_reused == reused
 
 
 def test_the_next_turn_goes_on_from_the_last() -> None:
@@ -86,7 +86,11 @@ def test_the_next_turn_goes_on_from_the_last() -> None:
     turn = request([*range(10), 7, 5, 5, 5])
     one.add(turn)
     assert one.admit()[0].copy == Copy(turn, 0, 8, 0)
-    assert (turn.slot, turn.reused, turn.consumed) == (0, 8, 8)
+    assert (turn.placement.slot, turn.placement.tokens_reused, turn.placement.tokens_read) == (
+        0,
+        8,
+        8,
+    )
     assert one.next_job() == chunk(turn, (range(8, 12),), (), (Save(0, 12, 1),))
 
 
@@ -95,10 +99,10 @@ def test_where_a_prompt_leaves_another_one_is_saved_for_a_third() -> None:
     admitted(one, [*range(18)])
     assert ends(run(one)) == [16]
     (second,) = admitted(one, [*range(9), *range(50, 60)])
-    assert second.reused == 0
+    assert second.placement.tokens_reused == 0
     assert ends(run(one)) == [8, 16]
     (third,) = admitted(one, [*range(9), *range(70, 80)])
-    assert third.reused == 8
+    assert third.placement.tokens_reused == 8
     assert ends(run(one)) == [16]
 
 
@@ -111,7 +115,7 @@ def test_keys_and_values_have_to_be_in_a_slot(attention: bool) -> None:
         ([*range(10)], 0 if attention else 8),
     ):
         (sequence,) = admitted(one, prompt)
-        assert sequence.reused == reused
+        assert sequence.placement.tokens_reused == reused
         run(one)
 
 
@@ -127,17 +131,17 @@ def test_which_states_are_of_use(attention: bool) -> None:
         True,
     ]
     (sequence,) = admitted(one, [2] * 4 + [5] * 5)  # it runs in the slot of the second
-    assert (sequence.slot, one._is_held(tokens(*[2] * 4))) == (1, True)
+    assert (sequence.placement.slot, one._is_held(tokens(*[2] * 4))) == (1, True)
 
 
 def test_what_another_slot_holds_is_copied_with_the_states_that_were_saved() -> None:
     one = scheduler(2)
     (first,) = admitted(one, [*range(10)])
-    while first.consumed < 10:
+    while first.placement.tokens_read < 10:
         job = one.next_job()
         assert isinstance(job, Read)
     (second,) = admitted(one, [*range(9), 60])  # while the first one runs
-    assert (second.slot, second.reused) == (1, 0)
+    assert (second.placement.slot, second.placement.tokens_reused) == (1, 0)
     assert one.next_job() == chunk(second, (range(8, 10),), (Copy(second, 0, 8, 0),))
 
 
@@ -147,9 +151,9 @@ def test_a_row_that_waits_for_another_goes_no_step_back() -> None:
     admitted(one, [*range(20)])
     run(one)
     other, same = admitted(one, [*range(9), 50, 50, 50, 50], [*range(20)])
-    assert (other.reused, same.reused) == (0, 16)
+    assert (other.placement.tokens_reused, same.placement.tokens_reused) == (0, 16)
     saves = run(one)
-    assert same.reused == 16
+    assert same.placement.tokens_reused == 16
     assert ends(saves) == [8, 12]
 
 
@@ -161,7 +165,7 @@ def test_answers_are_saved_where_the_row_stands_behind_them(in_states: int, save
     save = one.save_answer(0, lambda slot: in_states)
     assert save == (Save(0, 12, 1) if saved else None)
     (turn,) = admitted(one, [*range(10), 7, 8, 9, 5])
-    assert turn.reused == (12 if saved else 8)
+    assert turn.placement.tokens_reused == (12 if saved else 8)
 
 
 def test_nobody_is_asked_where_answers_are_read_again() -> None:
@@ -175,7 +179,7 @@ def test_nobody_is_asked_where_answers_are_read_again() -> None:
         assert one.save_answer(0, asked) is None
     one = scheduler(1, reuse_sampled=True)
     (failed,) = admitted(one, [*range(10)])
-    failed.consumed = failed.issued = 10
+    failed.placement.tokens_read = failed.placement.tokens_issued = 10
     one.leave(failed, keep=False)
     assert one.save_answer(0, asked) is None
 
@@ -205,7 +209,11 @@ def test_the_longest_prefix_from_elsewhere_is_loaded_if_no_slot_has_as_much() ->
     assert admission.stored.tokens.tolist() == [*range(8)]
     sequence = admission.sequence
     assert (admission.copy, admission.moved) == (Copy(sequence, 0, 8), None)
-    assert (sequence.slot, sequence.reused, sequence.consumed) == (0, 8, 8)
+    assert (
+        sequence.placement.slot,
+        sequence.placement.tokens_reused,
+        sequence.placement.tokens_read,
+    ) == (0, 8, 8)
     run(one)
     again = admitted_with(one, [*range(8), 50], [*range(8)])  # slot 0 has as much
     assert (again.stored, again.copy) == (None, Copy(again.sequence, 0, 8))

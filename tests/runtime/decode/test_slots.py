@@ -37,7 +37,7 @@ def begin(
 ) -> None:
     """Start a slot with its own number as the seed."""
     sequence = make_sequence(model, prompt, params, slot, slots.capacity)
-    slots.begin(slot, sequence.prompt, slot, sequence.parameters, **options)
+    slots.begin(slot, sequence.request.prompt, slot, sequence.request.parameters, **options)
 
 
 def feed(slots: Slots, slot: int, prompt: list[int], chunk: int = 100, start: int = 0) -> None:
@@ -197,7 +197,7 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
             params = replace(random_params(generator), logit_bias=bias)
             sequence = make_sequence(model, prompt, params, turn, CAPACITY)
             reused = len(held) if prompt[: len(held)] == held else 0
-            slots.begin(slot, sequence.prompt, turn, sequence.parameters, reused)
+            slots.begin(slot, sequence.request.prompt, turn, sequence.request.parameters, reused)
             feed(slots, slot, prompt, start=reused)
             rows[slot] = turn, prompt, params, True
         idle = [one for one in range(5) if one not in rows or not rows[one][3]]
@@ -402,9 +402,9 @@ def test_one_token_at_the_end_of_the_capacity(model: CausalLM) -> None:
     slots = Slots(model.sessions, 2, 6)
     params = SamplingParams(temperature=0.9, max_new_tokens=1, eos_token_id=())
     sequence = make_sequence(model, [5, 6, 7, 8, 9], params, 1, 6)
-    slots.begin(1, sequence.prompt, 1, sequence.parameters)
-    slots.prefill(1, sequence.prompt[:4], emit=False)
-    slots.prefill(1, sequence.prompt[4:], emit=True)
+    slots.begin(1, sequence.request.prompt, 1, sequence.request.parameters)
+    slots.prefill(1, sequence.request.prompt[:4], emit=False)
+    slots.prefill(1, sequence.request.prompt[4:], emit=True)
     snapshot = slots.read()
     wanted = fake_reference.generate([5, 6, 7, 8, 9], params, 1, 6)[0]
     assert (snapshot.tokens[1].tolist(), snapshot.lengths[1]) == ([5, 6, 7, 8, 9, *wanted], 5)
