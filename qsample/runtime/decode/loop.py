@@ -1,12 +1,14 @@
-"""Runs the scheduler's jobs on the slots, and hands on the tokens of each sequence as they are read.
+"""Runs the scheduler's jobs on the slots, and delivers the tokens of each sequence as they are read.
 
-A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between them. A row that
-ends inside such a window is inert from there on (the graph sees to that), so reading late changes no token. A step
-gives a running row at least a token, and more if its guesses were right; a read shows the number. With double
-buffering, a thread runs the next job while this thread copies and delivers the tokens of the last.
+A job is a chunk of a prompt, some short prompts, or `flush_every` decode steps without a read between
+them. A row that ends inside such a window is inert from there on (the graph sees to that), so
+reading late changes no token. A step gives a running row at least one token, and more if its guesses
+were right; a read shows how many. With double buffering, a thread runs the next job while this thread
+copies and delivers the tokens of the last.
 
-While some row has to be followed, a window is a single step and only its tokens are read: the optional outputs still
-wait for `flush_every` steps, and with them the tokens of the rows that return them, or for the end of a row.
+While the tokens of some row have to be read after every step, a window is a single step and only the
+tokens are read. The optional outputs still wait for `flush_every` steps, or for the end of a row, and
+the tokens of the rows that return them wait with them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from qsample.contract.tensors import DRAFT_IDS, LENGTH, NUM_NEW, RUNNING, STOPPE
 from qsample.errors import QsampleError
 from qsample.ort.bound_graph import DeviceThread
 from qsample.ort.session import Sessions
-from qsample.runtime.decode.image_inputs import image_piece
+from qsample.runtime.decode.image_inputs import ImagePiece, image_piece
 from qsample.runtime.decode.jobs import Admission, Copy, Read, Save, Window, slot_of, span_of
 from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
@@ -34,15 +36,46 @@ from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
 from qsample.runtime.sequence import DraftStats, Prediction, PrefixStats, Sequence
 
+# The statuses of rows that have ended with a cache from which another row can continue.
 _VALID_CACHE_STATUSES: Final = (STOPPED, LENGTH)
-_FLUSH_EVERY: Final = 4  # if a read waits for the device
+# The steps between two reads on devices for which a read has to wait.
+_DEVICE_FLUSH_EVERY: Final = 4
+
+_DeviceCall = Callable[[], None]
 
 
 def choose_flush_every(sessions: Sessions, flush_every: int | None) -> int:
-    """The number of steps between two reads: `flush_every`, or a number that suits the device: on the CPU a read costs
-    microseconds, elsewhere it waits for the device. Raises ValueError for less than 1."""
+    """The number of decode steps between two reads.
+
+    Args:
+        sessions: the graphs of the package.
+        flush_every: the caller's choice, at least 1; None for a number that suits the device. On the
+            CPU a read costs microseconds, elsewhere it waits for the device.
+
+    Raises:
+        ValueError: If `flush_every` is not a positive integer.
+    """
     check_count("flush_every", flush_every)
-    return flush_every or (1 if sessions.device == "cpu" else _FLUSH_EVERY)
+    if flush_every:
+        return flush_every
+    return 1 if sessions.device == "cpu" else _DEVICE_FLUSH_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class _UnreadTokens:
+    """The steps that give a sequence tokens, at least one each if it still runs."""
+
+    sequence: Sequence
+    steps: range
+
+
+@dataclass(frozen=True, slots=True)
+class _UnreadOutputs:
+    """The optional outputs of the `count` tokens that the first of `steps` gave a sequence."""
+
+    sequence: Sequence
+    steps: range
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +98,30 @@ class _ReadResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Optional outputs that were not read yet: of `count` tokens of a sequence, which the first of `steps` gave it."""
+class _LeftPrompt:
+    """The prompt of a sequence that has left its slot.
 
-    sequence: Sequence
-    steps: range
-    count: int
+    Attributes:
+        identities: [n] int64, the identities of its tokens.
+        adapter_sha256: the sha256 of its adapter; "" for none.
+    """
+
+    identities: Array
+    adapter_sha256: str
 
 
 class DecodeLoop:
-    """Runs the jobs of a scheduler on slots. One thread calls it. `step` calls `deliver` with each sequence that was
-    read; that may call `leave`.
+    """Runs the jobs of a scheduler on slots. One thread calls it. `step` calls `deliver` with each
+    sequence that was read; `deliver` may call `leave`.
 
     >>> with DecodeLoop(slots, Scheduler(slots.count, config), deliver, double_buffering=True) as loop:
     ...     loop.add(Sequence(SequenceRequest(prompt, parameters, seed=0)))
     ...     while loop.busy:
     ...         loop.step()
+
+    Attributes:
+        prefixes: the prompts that were read, and their beginnings that were not read again.
+        steps: the number of decode steps, each a run of the graph.
     """
 
     def __init__(
@@ -92,37 +133,46 @@ class DecodeLoop:
         double_buffering: bool,
         stored: StoredPrefixes | None = None,
     ) -> None:
+        """Start the device's thread, if there is one.
+
+        Args:
+            slots: the rows on the device.
+            scheduler: the scheduler of these rows.
+            deliver: called with each sequence of which tokens were read, or that has ended.
+            double_buffering: run a job while the results of the job before it are read, if the
+                device allows it.
+            stored: the prefixes that are loaded into slots, and the folder that keeps prompts; None
+                for neither.
+        """
         self._slots = slots
         self._stored = stored
         self._scheduler = scheduler
         self._deliver = deliver
-        self._device = (
-            DeviceThread("qsample-device")
-            if double_buffering and slots.read_while_running
-            else None
-        )
-        self._most = slots.most_new_tokens
-        # Those that the newest job gives tokens, and the steps that do, each at least one if the row still runs.
-        self._unread: list[tuple[Sequence, range]] = []
-        self._waiting: list[_Waiting] = []  # in the order of their steps
-        # Slots to stop before the next job, with the identities and the adapter's sha256 of the prompts that left them.
-        self._left: dict[int, tuple[Array, str]] = {}
+        self._device: DeviceThread | None = None
+        if double_buffering and slots.read_while_running:
+            self._device = DeviceThread("qsample-device")
+        self._max_tokens_per_step = slots.most_new_tokens
+        self._unread_tokens: list[_UnreadTokens] = []  # given by the newest job
+        self._unread_outputs: list[_UnreadOutputs] = []  # in the order of their steps
+        # The prompts that left their slots since the last job. The next job stops these slots.
+        self._left_prompts: dict[int, _LeftPrompt] = {}
         self.prefixes = PrefixStats()
-        self.steps = 0  # decode steps, each a run of the graph
+        self.steps = 0
 
     def __enter__(self) -> DecodeLoop:
         return self
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] is None and self._stored is not None:
-            self._stop_left()  # which keeps their prompts
+            self._stop_left_slots()  # keeps their prompts
         self.close()
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence waits or is in a slot, or the prompt of a sequence is still to be kept."""
-        to_keep = self._stored is not None and self._left
-        return bool(self._scheduler.waiting or self._scheduler.in_slots or to_keep)
+        """Whether a sequence waits or is in a slot, or a prompt is still to be kept."""
+        if self._scheduler.waiting or self._scheduler.in_slots:
+            return True
+        return self._stored is not None and bool(self._left_prompts)
 
     @property
     def prefilling(self) -> bool:
@@ -136,12 +186,18 @@ class DecodeLoop:
         self._scheduler.add(sequence)
 
     def leave(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job on."""
+        """Take a sequence out. Nothing more of it is delivered; its slot is free from the next job
+        on. keep: whether other sequences may continue from its cache."""
         slot = self._scheduler.leave(sequence, keep=keep)
-        self._unread = [(unread, steps) for unread, steps in self._unread if unread is not sequence]
-        self._waiting = [waiting for waiting in self._waiting if waiting.sequence is not sequence]
+        self._unread_tokens = [
+            unread for unread in self._unread_tokens if unread.sequence is not sequence
+        ]
+        self._unread_outputs = [
+            unread for unread in self._unread_outputs if unread.sequence is not sequence
+        ]
         if slot is not None:
-            self._left[slot] = (sequence.identities, sequence.request.adapter_sha256)
+            left = _LeftPrompt(sequence.identities, sequence.request.adapter_sha256)
+            self._left_prompts[slot] = left
 
     def set_parameter(self, sequence: Sequence, name: str, values: Array) -> None:
         """Replace a parameter of a guided sequence before its next token."""
@@ -150,11 +206,11 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Run a job on the device, and deliver the tokens that were read."""
-        self._stop_left()
-        for admission in self._scheduler.admit(None if self._stored is None else self._stored.held):
+        self._stop_left_slots()
+        stored_prefixes = None if self._stored is None else self._stored.held
+        for admission in self._scheduler.admit(stored_prefixes):
             self._begin(admission)
-        if self._slots.narrows and (move := self._scheduler.next_move()) is not None:
-            self._slots.move(move.source, move.target, move.kept)  # with its unread tokens
+        self._move_row()
         if not self._slots.prepared:
             self._read_and_deliver()
             self.read_outputs()
@@ -164,16 +220,71 @@ class DecodeLoop:
             self._read_and_deliver()
             self._write_drafts()
         job = self._scheduler.next_job()
-        if isinstance(job, Window) and job.steps > 1:  # it may write all places
-            self.read_outputs()
         if job is None:
             self._read_and_deliver()
-        elif self._device is None or reads_every_step:
+            return
+        if isinstance(job, Window) and job.steps > 1:
+            self.read_outputs()  # the window may overwrite all outputs that wait
+        if self._device is None or reads_every_step:
             for call in self._issue(job):
                 call()
             self._read_and_deliver()
         else:
             self._overlap(self._device, job)
+
+    def close(self) -> None:
+        """Wait for the device and end its thread."""
+        if self._device is not None:
+            self._device.shutdown()
+
+    def read_outputs(self) -> None:
+        """Give the tokens that were read their optional outputs, all in a single read."""
+        unread = self._unread_outputs
+        if not unread:
+            return
+        steps = self._steps_of_unread_outputs()
+        self._unread_outputs = []
+        rows = span_of(slot_of(one.sequence) for one in unread)
+        names: set[str] = set()
+        for one in unread:
+            names.update(one.sequence.request.output_names)
+        values = self._slots.read_outputs(steps, names, rows)
+        tokens_per_step = values.pop(NUM_NEW.name, None)
+        for one in unread:
+            self._add_outputs(one, values, tokens_per_step, steps, rows)
+
+    def _add_outputs(
+        self,
+        unread: _UnreadOutputs,
+        values: dict[str, Array],
+        tokens_per_step: Array | None,
+        steps: range,
+        rows: range,
+    ) -> None:
+        """Add the outputs of a read to the tokens of a sequence.
+
+        Args:
+            unread: the tokens.
+            values: the optional outputs by name, [steps, rows, ...].
+            tokens_per_step: [steps, rows], the number of tokens that each step gave; None for 1.
+            steps: the steps of the read.
+            rows: the slots of the read.
+        """
+        row = slot_of(unread.sequence) - rows.start
+        outputs = unread.sequence.progress.outputs
+        end = len(outputs) + unread.count
+        for step in unread.steps:
+            index = step - steps.start
+            count = 1 if tokens_per_step is None else int(tokens_per_step[index, row])
+            for token in range(min(count, end - len(outputs))):
+                token_outputs: dict[str, Array] = {}
+                for name in unread.sequence.request.output_names:
+                    value = values[name][index, row]
+                    if tokens_per_step is not None:
+                        value = np.array(value[token], ndmin=1)
+                    # A copy, so that a token does not keep the outputs of other rows in memory.
+                    token_outputs[name] = value.copy()
+                outputs.append(token_outputs)
 
     def _reads_every_step(self) -> bool:
         """Whether the tokens of some sequence in a slot have to be read after every step."""
@@ -184,24 +295,25 @@ class DecodeLoop:
         for sequence in self._scheduler.in_slots:
             progress = sequence.progress
             if progress.prediction is not None and progress.sampled:
-                draft = progress.prediction.draft(progress.sampled, self._most - 1)
+                draft = progress.prediction.draft(progress.sampled, self._max_tokens_per_step - 1)
                 self._slots.set_parameters(slot_of(sequence), {DRAFT_IDS.name: draft})
 
-    def _stop_left(self) -> None:
-        """Make the slots idle that were left since the last job."""
-        for slot, (identities, adapter) in self._left.items():
+    def _stop_left_slots(self) -> None:
+        """Make the slots idle that were left since the last job, and keep their prompts."""
+        for slot, left in self._left_prompts.items():
             save = self._scheduler.save_answer(slot, self._slots.tokens_in_states)
             if save is not None:
                 self._save(save)()
             if self._stored is not None and self._stored.keeps:
-                tokens, place = self._scheduler.to_store(slot, identities)
-                self._stored.keep(tokens, partial(self._slots.unload, slot, place=place), adapter)
+                tokens, place = self._scheduler.to_store(slot, left.identities)
+                read_states = partial(self._slots.unload, slot, place=place)
+                self._stored.keep(tokens, read_states, left.adapter_sha256)
             self._slots.stop(slot)
-        self._left.clear()
+        self._left_prompts.clear()
 
     def _begin(self, admission: Admission) -> None:
-        """Get the slot ready that a sequence was given."""
-        sequence, copy = admission.sequence, admission.copy
+        """Prepare the slot assigned to a sequence."""
+        sequence = admission.sequence
         slot = slot_of(sequence)
         sequence.progress.admitted_at = time.perf_counter()
         if admission.moved is not None:
@@ -221,169 +333,163 @@ class DecodeLoop:
             adapter=sequence.placement.adapter_place,
             images=None if sequence.images is None else sequence.images.prompt,
         )
+        copy = admission.copy
         if copy.source != slot:
             self._copy(copy)()
         elif copy.saved_place is not None:
             self._slots.saved.restore(copy.saved_place, slot)
 
-    def _load(self, sequence: Sequence, slot: int, held: PrefixFile) -> None:
-        """Load the beginning of a prompt into its slot; if it is gone, the prompt will be read."""
+    def _load(self, sequence: Sequence, slot: int, prefix: PrefixFile) -> None:
+        """Load the beginning of a prompt into its slot. If its file is gone, the prompt is read."""
         assert self._stored is not None
-        parts = self._stored.read(held, sequence.placement.tokens_reused)
+        parts = self._stored.read(prefix, sequence.placement.tokens_reused)
         if parts:
             self._slots.load(slot, parts)
         else:
             self._scheduler.forget_reused_tokens(sequence)
 
-    def close(self) -> None:
-        """Wait for the device and end its thread."""
-        if self._device is not None:
-            self._device.shutdown()
+    def _move_row(self) -> None:
+        """Move a row closer to the others, with its unread tokens, if that has become worth it."""
+        move = self._scheduler.next_move() if self._slots.narrows else None
+        if move is not None:
+            self._slots.move(move.source, move.target, move.kept)
 
     def _overlap(self, device: DeviceThread, job: Read | Window) -> None:
-        """Copy this side's values while the first call of `job` writes the other side; deliver them during the rest.
-        The second call would write to this side again, so it is handed over after the copy."""
-        step, unread = self._slots.step, self._unread
+        """Run a job in the device's thread while the results of the job before it are read.
+
+        The first call of the job writes the other side of the states, so this side can be copied
+        meanwhile. The second call writes to this side again, so it is submitted after the copy.
+        """
+        step = self._slots.step
+        unread = self._unread_tokens
         first, *rest = self._issue(job)
         running: list[Future[None]] = [device.submit(first)]
         try:
-            found = self._read(unread, step)
-            running += [device.submit(call) for call in rest]
-            self._hand_out(found)
+            results = self._read(unread, step)
+            for call in rest:
+                running.append(device.submit(call))
+            self._hand_out(results)
         finally:
-            for call in running:
-                call.result()
+            for future in running:
+                future.result()
 
-    def _issue(self, job: Read | Window) -> list[Callable[[], None]]:
-        """The runs of the graph that a job consists of."""
-        now = self._slots.step
-        if isinstance(job, Window):
-            counts = zip(job.sequences, job.counts, strict=True)
-            self._unread = [
-                (sequence, range(now + 1, now + 1 + count)) for sequence, count in counts
-            ]
-            self.steps += job.steps
-            return [
-                partial(self._slots.decode, job.rows, wait=step == job.steps)
-                for step in range(1, job.steps + 1)
-            ]
-        self._unread = (
-            [(sequence, range(now, now + 1)) for sequence in job.sequences] if job.last else []
-        )
-        calls = [self._copy(copy) for copy in job.copies]
-        for sequence, _ in self._unread:  # its whole prompt is issued
-            self.prefixes.prompts += 1
-            self.prefixes.prompt_tokens += len(sequence.request.prompt)
-            self.prefixes.hits += sequence.placement.tokens_reused > 0
-            self.prefixes.cached_tokens += sequence.placement.tokens_reused
-        first, *others = job.sequences
-        if others:
-            pairs = list(zip(job.sequences, job.pieces, strict=True))
-            calls += [self._prefill(pairs, emit=True), *map(self._save, job.saves)]
-        else:
-            for piece in job.pieces:
-                emit = piece.stop == len(first.request.prompt)
-                saves = [self._save(save) for save in job.saves if save.tokens == piece.stop]
-                wait = bool(saves) or piece is job.pieces[-1]
-                calls += [self._prefill([(first, piece)], emit=emit, wait=wait), *saves]
-        for sequence, _ in self._unread:
-            if sequence.images is not None:
-                sequence.images.features = None  # the calls have them
+    def _issue(self, job: Read | Window) -> list[_DeviceCall]:
+        """The calls that a job consists of; their tokens become the unread tokens."""
+        return self._issue_window(job) if isinstance(job, Window) else self._issue_read(job)
+
+    def _issue_window(self, window: Window) -> list[_DeviceCall]:
+        first = self._slots.step + 1
+        self._unread_tokens = [
+            _UnreadTokens(sequence, range(first, first + count))
+            for sequence, count in zip(window.sequences, window.counts, strict=True)
+        ]
+        self.steps += window.steps
+        rows = window.rows
+        calls: list[_DeviceCall] = [partial(self._slots.decode, rows, wait=False)] * window.steps
+        calls[-1] = partial(self._slots.decode, rows, wait=True)
         return calls
+
+    def _issue_read(self, read: Read) -> list[_DeviceCall]:
+        step = self._slots.step
+        calls = [self._copy(copy) for copy in read.copies]
+        if len(read.sequences) > 1:
+            pieces = list(zip(read.sequences, read.pieces, strict=True))
+            calls.append(self._prefill(pieces, emit=True))
+            calls += [self._save(save) for save in read.saves]
+        else:
+            calls += self._calls_for_pieces(read)
+        self._unread_tokens = []
+        if read.last:  # the calls have the whole prompts, and their images
+            for sequence in read.sequences:
+                self._unread_tokens.append(_UnreadTokens(sequence, range(step, step + 1)))
+                self._count_prompt(sequence)
+                if sequence.images is not None:
+                    sequence.images.features = None
+        return calls
+
+    def _calls_for_pieces(self, read: Read) -> list[_DeviceCall]:
+        """The calls for pieces of the prompt of one sequence."""
+        (sequence,) = read.sequences
+        calls: list[_DeviceCall] = []
+        for piece in read.pieces:
+            emit = piece.stop == len(sequence.request.prompt)
+            saves = [self._save(save) for save in read.saves if save.tokens == piece.stop]
+            wait = bool(saves) or piece is read.pieces[-1]
+            calls.append(self._prefill([(sequence, piece)], emit=emit, wait=wait))
+            calls += saves
+        return calls
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Count a prompt that is read to its end."""
+        reused = sequence.placement.tokens_reused
+        self.prefixes.prompts += 1
+        self.prefixes.prompt_tokens += len(sequence.request.prompt)
+        self.prefixes.hits += int(reused > 0)
+        self.prefixes.cached_tokens += reused
 
     def _prefill(
         self, pieces: list[tuple[Sequence, range]], *, emit: bool, wait: bool = True
-    ) -> Callable[[], None]:
-        """The call for pieces of prompts in adjacent slots."""
-        ids = [one.request.prompt[piece.start : piece.stop] for one, piece in pieces]
-        images = [
-            None
-            if one.images is None
-            else image_piece(one.images.prompt, one.images.features, piece)
-            for one, piece in pieces
-        ]
-        return partial(
-            self._slots.prefill, slot_of(pieces[0][0]), *ids, emit=emit, wait=wait, images=images
-        )
+    ) -> _DeviceCall:
+        """The call for pieces of prompts in adjacent slots. emit, wait: see `Slots.prefill`."""
+        ids = [sequence.request.prompt[piece.start : piece.stop] for sequence, piece in pieces]
+        images = [_image_piece(sequence, piece) for sequence, piece in pieces]
+        first_slot = slot_of(pieces[0][0])
+        return partial(self._slots.prefill, first_slot, *ids, emit=emit, wait=wait, images=images)
 
-    def _copy(self, copy: Copy) -> Callable[[], None]:
-        """The call for it."""
+    def _copy(self, copy: Copy) -> _DeviceCall:
+        """The call that makes a copy."""
+        target = slot_of(copy.sequence)
         tokens = copy.sequence.request.prompt[: copy.tokens]
-        return partial(
-            self._slots.copy, copy.source, slot_of(copy.sequence), tokens, copy.saved_place
-        )
+        return partial(self._slots.copy, copy.source, target, tokens, copy.saved_place)
 
-    def _save(self, save: Save) -> Callable[[], None]:
-        """The call for it."""
+    def _save(self, save: Save) -> _DeviceCall:
+        """The call that saves states."""
         self.prefixes.saved_states = self._scheduler.saved_states
         self.prefixes.saved_bytes = self._scheduler.saved_states * self._slots.saved.nbytes
         return partial(self._slots.saved.save, save.slot, save.place)
 
     def _read_and_deliver(self) -> None:
-        unread, self._unread = self._unread, []
+        """Read and deliver the tokens of the newest job."""
+        unread = self._unread_tokens
+        self._unread_tokens = []
         self._hand_out(self._read(unread))
 
-    def _read(
-        self, unread: list[tuple[Sequence, range]], step: int | None = None
-    ) -> list[_ReadResult]:
-        """Read the tokens of the steps up to `step`, by default the newest, and the optional outputs unless they can
-        wait."""
-        unread = [
-            (sequence, steps) for sequence, steps in unread if sequence.placement.slot is not None
-        ]  # the rest has left
-        if not unread:
+    def _read(self, unread: list[_UnreadTokens], step: int | None = None) -> list[_ReadResult]:
+        """Read tokens, and the optional outputs unless they can wait. step: the newest step whose
+        tokens are read; by default the newest of all."""
+        in_slots = [one for one in unread if one.sequence.placement.slot is not None]
+        if not in_slots:
             return []
-        snapshot = self._slots.read(step, self._most * max(len(steps) for _, steps in unread))
-        found = []
-        for sequence, steps in unread:
-            slot, known = (
-                slot_of(sequence),
-                len(sequence.request.prompt) + len(sequence.progress.sampled),
-            )
+        longest = max(len(one.steps) for one in in_slots)
+        snapshot = self._slots.read(step, self._max_tokens_per_step * longest)
+        results: list[_ReadResult] = []
+        for one in in_slots:
+            sequence = one.sequence
+            slot = slot_of(sequence)
+            known = len(sequence.request.prompt) + len(sequence.progress.sampled)
             tokens = snapshot.tokens_from(slot, known)
+            status = int(snapshot.status[slot])
             drafts = snapshot.drafts[slot] if snapshot.drafts else None
-            found.append(
-                _ReadResult(sequence, len(steps), tokens, int(snapshot.status[slot]), drafts)
-            )
+            results.append(_ReadResult(sequence, len(one.steps), tokens, status, drafts))
             if sequence.request.output_names and tokens:
-                self._waiting.append(_Waiting(sequence, steps, len(tokens)))
-        if (
-            not self._reads_every_step()
-            or len(self._steps_waiting()) >= self._slots.flush_every
-            or any(one.status != RUNNING for one in found)
-        ):
+                self._unread_outputs.append(_UnreadOutputs(sequence, one.steps, len(tokens)))
+        if not self._outputs_can_wait(results):
             self.read_outputs()
-        return found
+        return results
 
-    def _steps_waiting(self) -> range:
-        """From the first step whose outputs wait to be read to the last."""
-        ends = [end for one in self._waiting for end in (one.steps.start, one.steps.stop)]
-        return range(min(ends, default=0), max(ends, default=0))
+    def _outputs_can_wait(self, results: list[_ReadResult]) -> bool:
+        """Whether the optional outputs may be read later than the tokens of these results."""
+        if not self._reads_every_step():
+            return False
+        if any(result.status != RUNNING for result in results):
+            return False
+        return len(self._steps_of_unread_outputs()) < self._slots.flush_every
 
-    def read_outputs(self) -> None:
-        """Give the tokens that were read their optional outputs, all in a single read, unless they have them."""
-        steps, waiting, self._waiting = self._steps_waiting(), self._waiting, []
-        if not waiting:
-            return
-        rows = span_of(slot_of(one.sequence) for one in waiting)
-        names = {name for one in waiting for name in one.sequence.request.output_names}
-        values = self._slots.read_outputs(steps, names, rows)
-        counts = values.pop(NUM_NEW.name, None)
-        for one in waiting:
-            row = slot_of(one.sequence) - rows.start
-            wanted = one.sequence.request.output_names
-            outputs = one.sequence.progress.outputs
-            end = len(outputs) + one.count
-            for index in range(one.steps.start - steps.start, one.steps.stop - steps.start):
-                given = 1 if counts is None else int(counts[index, row])
-                for token in range(min(given, end - len(outputs))):
-                    found = {name: values[name][index, row] for name in wanted}
-                    if counts is not None:
-                        found = {
-                            name: np.array(value[token], ndmin=1) for name, value in found.items()
-                        }
-                    # A copy, so that a token keeps none of the outputs of the other rows.
-                    outputs.append({name: value.copy() for name, value in found.items()})
+    def _steps_of_unread_outputs(self) -> range:
+        """The steps from the first whose outputs are unread to the last."""
+        starts = [unread.steps.start for unread in self._unread_outputs]
+        stops = [unread.steps.stop for unread in self._unread_outputs]
+        return range(min(starts, default=0), max(stops, default=0))
 
     def _hand_out(self, results: list[_ReadResult]) -> None:
         """Add the results of a read to their sequences, and deliver these."""
@@ -412,9 +518,16 @@ class DecodeLoop:
         new = len(result.tokens)
         total = len(result.sequence.progress.sampled)
         limit = result.sequence.request.max_new_tokens
-        is_plausible = result.steps <= new <= result.steps * self._most
+        is_plausible = result.steps <= new <= result.steps * self._max_tokens_per_step
         if not is_plausible or total >= limit:
             raise QsampleError(
                 f"a row still runs with {total} new tokens of at most {limit}, the last {new} from "
                 f"{result.steps} steps; the graph does not follow the decode contract"
             )
+
+
+def _image_piece(sequence: Sequence, piece: range) -> ImagePiece | None:
+    """The images of a piece of a prompt; None for a prompt without images."""
+    if sequence.images is None:
+        return None
+    return image_piece(sequence.images.prompt, sequence.images.features, piece)

@@ -368,7 +368,7 @@ def test_nothing_is_kept_of_the_last_request_that_leaves(
             loop.step()
         loop.leave(request)
         assert not loop.busy
-        assert request not in [one for one, _ in loop._unread]
+        assert request not in [unread.sequence for unread in loop._unread_tokens]
 
 
 def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
