@@ -2,8 +2,9 @@
 
     python benchmarks/gguf_model.py CHECKPOINT OUT.gguf Q4_0 [--texts] [--mixed]
 
-It supports the model types of ARCHITECTURES. The files have no vocabulary, because benchmarks feed and read token ids; with --texts every token has an
-invented text, for a server that reads and returns texts. With --mixed, llama.cpp chooses a type for each matrix.
+It supports the model types of ARCHITECTURES. The files have no vocabulary, because benchmarks feed and read token ids;
+with --texts every token has an invented text, for a server that reads and returns texts. With --mixed, llama.cpp
+chooses a type for each matrix.
 """
 
 from __future__ import annotations

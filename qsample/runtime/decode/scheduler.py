@@ -64,7 +64,7 @@ class SchedulerConfig:
 
     Attributes:
         pieces: the places at which prompts are cut.
-        tail_size: see `Sessions`.
+        tail_size: see `ort.batching`.
         recurrent: whether the model has states that belong to a slot's newest token, so that another
             slot can continue from them only at that moment, or from a copy that was saved.
         whole_up_to: see `Interface`.
@@ -73,7 +73,7 @@ class SchedulerConfig:
             the same length.
         ragged: whether prompts of any lengths are read together, and also the rests of prompts after
             the beginnings that slots hold.
-        step_rows: see `Sessions`; slots in use are then best close together, and beginnings of
+        step_rows: see `ort.batching`; slots in use are then best close together, and beginnings of
             prompts are copied between slots.
         flush_every: the number of decode steps between two reads, at least 1.
         prefill_chunk_size: the most prompt tokens of a chunk, but at least a piece; None for the
