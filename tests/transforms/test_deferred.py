@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def placeholder() -> Tensor:
 def test_an_operation_sees_the_numbers(
     number: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(module, "_PIECE_NUMBERS", piece)
     operation, weight = OPERATIONS[number], placeholder()
     with computing():
         result = operation(weight)
@@ -75,7 +76,7 @@ def test_what_is_computed_later_is_the_same(
 
 
 def test_a_large_matrix_is_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 1000)
+    monkeypatch.setattr(module, "_PIECE_NUMBERS", 1000)
     made, to = list[int](), Tensor.to
 
     def noted(self: Tensor, *args: object, **options: object) -> Tensor:
@@ -167,23 +168,37 @@ def test_what_is_written_to_is_none_any_more(mode: Callable[[], object]) -> None
 
 
 def test_parts_are_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(module, "_CHUNK_NUMBERS", 7)
     assert torch.equal(torch.cat(list(chunks(placeholder()))), WIDE.reshape(-1))
     assert torch.equal(torch.cat(list(chunks(placeholder().T))), WIDE.T.reshape(-1))
     assert torch.equal(torch.cat(list(chunks(WIDE))), WIDE.reshape(-1))
 
 
-@pytest.mark.usefixtures("only_new_garbage")
-def test_an_address_that_is_used_again_is_no_placeholder() -> None:
+@pytest.mark.parametrize("mode", [computing, deferring])
+def test_a_placeholder_is_written_over_with_another(mode: Callable[[], object]) -> None:
     weight = placeholder()
-    count = len(module._placeholders)
+    other = defer(WIDE.shape, torch.float32, lambda: -STORED, STORED.dtype)
+    with mode():  # type: ignore[attr-defined]
+        weight.copy_(other)
+    assert deferred(weight) is None
+    assert deferred(other) is not None
+    assert torch.equal(weight, -WIDE)
+
+
+def test_a_meaning_lives_as_long_as_the_storage() -> None:
+    def stored() -> Tensor:
+        return STORED
+
+    alive = weakref.ref(stored)
+    weight = defer(WIDE.shape, torch.float32, stored, STORED.dtype)
+    del stored
     parameter = torch.nn.Parameter(weight.T)
     del weight
     gc.collect()
     assert deferred(parameter) is not None
     del parameter
     gc.collect()
-    assert len(module._placeholders) < count + 1
+    assert alive() is None
     assert deferred(torch.zeros(300, 200)) is None
 
 
