@@ -49,7 +49,8 @@ class Answers:
         # The beginning of each event, encoded once; and fields of the first event.
         self._beginning = json_bytes({**self._head, "object": choices[0].chunk}).removesuffix(b"}")
         self._outer: Event = {}
-        self._counts, self._always_counts = body.usage_in_stream
+        self._counts_usage = body.counts_usage
+        self._counts_usage_in_each_event = body.counts_usage_in_each_event
         self._requests: list[Request] = []
         self._scoring: list[Request] = []  # of each prompt with at least two tokens
         self._prompts: Sequence[Sequence[int]] = ()
@@ -72,7 +73,9 @@ class Answers:
         """
         body, model = self._body, self._model
         self._prompts = prompts
-        rows = [prompt for prompt in prompts for _ in range(body.choices) if body.limit != 0]
+        rows = [
+            prompt for prompt in prompts for _ in range(body.num_choices) if body.token_limit != 0
+        ]
         guides = [None if make_guide is None else await make_guide() for _ in rows]
         # Without a given seed, each prompt gets another.
         seeds = [seed for _ in prompts for seed in body.seeds()]
@@ -81,7 +84,13 @@ class Answers:
         model.check_places(len(rows) + len(scored))
         options: dict[str, Any] = {"priority": body.priority, "max_time": max_time}
         ranked = [spec.name for spec in model.interface.token_outputs if spec is not PROBS]
-        wanted = ranked if body.top else [] if body.top is None else [LOGPROBS.name]
+        wanted = (
+            ranked
+            if body.num_alternatives
+            else []
+            if body.num_alternatives is None
+            else [LOGPROBS.name]
+        )
         try:
             for prompt in scored:
                 guide = ForcedTokens(prompt[1:])
@@ -153,7 +162,7 @@ class Answers:
                     events = choice.piece(delta)
                 for event in events:
                     yield self._event(event)
-            if self._counts:
+            if self._counts_usage:
                 outputs = [request.result(0) for request in self._requests] or self._empty_outputs()
                 yield self._event(None, self._usage(outputs))
         except Exception as error:
@@ -166,10 +175,10 @@ class Answers:
         choices = [] if event is None else [event]
         document = {**self._outer, "choices": choices}
         self._outer = {}
-        if self._counts:
-            if usage is None and self._always_counts:
+        if self._counts_usage:
+            if usage is None and self._counts_usage_in_each_event:
                 prompts = sum(
-                    request.prompt_tokens for request in self._requests[:: self._body.choices]
+                    request.prompt_tokens for request in self._requests[:: self._body.num_choices]
                 )
                 usage = _total(prompts, self._sampled)
             document["usage"] = usage
@@ -185,7 +194,7 @@ class Answers:
 
     async def _score(self) -> None:
         """Give the choices the scores of their prompts, if the request asks for them."""
-        left, count = iter(self._scoring), self._body.choices
+        left, count = iter(self._scoring), self._body.num_choices
         for number, prompt in enumerate(self._prompts if self._body.scores_prompt else ()):
             output = _checked(await next(left)) if len(prompt) > 1 else None
             if output is not None and output.finish_reason == "time":
@@ -203,12 +212,12 @@ class Answers:
         return [
             RequestOutput([], "", "length", None, 0, Usage(len(prompt), 0, 0), timing, {})
             for prompt in self._prompts
-            for _ in range(self._body.choices)
+            for _ in range(self._body.num_choices)
         ]
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         firsts = outputs[
-            :: self._body.choices
+            :: self._body.num_choices
         ]  # a prompt is counted once, however many answers it has
         prompt = sum(output.usage.prompt_tokens for output in firsts)
         completion = sum(output.usage.completion_tokens for output in outputs)

@@ -171,22 +171,22 @@ class _Server:
         if (folder := _docs_folder()) is not None:
             app.mount("/docs", StaticFiles(directory=folder / "static"))
         for method, path, endpoint, document in (
-            ("GET", "/health", self.health, documents.HEALTH),
-            ("GET", "/version", self.version, documents.VERSION),
+            ("GET", "/health", self.health, documents.Health),
+            ("GET", "/version", self.version, documents.Version),
             ("GET", "/metrics", self.metrics, None),
-            ("GET", "/v1/models", self.list_models, documents.MODELS),
-            ("GET", "/v1/models/{name:path}", self.show_model, documents.MODEL),
-            ("POST", "/v1/completions", self.complete, documents.COMPLETION),
-            ("POST", "/v1/chat/completions", self.chat, documents.COMPLETION),
-            ("POST", "/v1/responses", self.respond, documents.RESPONSE),
-            ("POST", MESSAGES_PATH, self.answer_messages, documents.MESSAGE),
-            ("POST", f"{MESSAGES_PATH}/count_tokens", self.count_tokens, documents.TOKEN_COUNT),
+            ("GET", "/v1/models", self.list_models, documents.Models),
+            ("GET", "/v1/models/{name:path}", self.show_model, documents.Model),
+            ("POST", "/v1/completions", self.complete, documents.Completion),
+            ("POST", "/v1/chat/completions", self.chat, documents.Completion),
+            ("POST", "/v1/responses", self.respond, documents.Response),
+            ("POST", MESSAGES_PATH, self.answer_messages, documents.Message),
+            ("POST", f"{MESSAGES_PATH}/count_tokens", self.count_tokens, documents.TokenCount),
             ("POST", "/v1/load_lora_adapter", self.load_adapter, None),
             ("POST", "/v1/unload_lora_adapter", self.unload_adapter, None),
-            ("POST", "/tokenize", self.tokenize, documents.TOKENS),
-            ("POST", "/detokenize", self.detokenize, documents.TEXT),
+            ("POST", "/tokenize", self.tokenize, documents.Tokens),
+            ("POST", "/detokenize", self.detokenize, documents.Text),
         ):
-            error = documents.MESSAGE_ERROR if path.startswith(MESSAGES_PATH) else documents.ERROR
+            error = documents.MessageError if path.startswith(MESSAGES_PATH) else documents.Error
             text: dict[int | str, dict[str, Any]] = {
                 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
             }
@@ -274,19 +274,21 @@ class _Server:
             model.sampling_params(body),
             body.prompts,
         )
-        model.check_count(len(prompts) * body.requests)  # before a million of them are encoded
+        model.check_count(
+            len(prompts) * body.num_engine_requests
+        )  # before a million of them are encoded
         for prompt in prompts:
             model.check_without_image(prompt)
             model.check_length(prompt)  # before a text that is much too long is encoded
         rows = await self._encode(model, prompts, body.add_special_tokens)
         for row in rows:
-            model.check_room(row, 0 if body.limit == 0 else 1)
+            model.check_room(row, 0 if body.token_limit == 0 else 1)
         choices: list[CompletionChoice] = []
         for prompt, row in zip(prompts, rows, strict=True):
             echo = None
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-            for _ in range(body.choices):
+            for _ in range(body.num_choices):
                 choices.append(CompletionChoice(len(choices), model, body, row, echo))
         answers = Answers(model, body, self._metrics, choices)
         await answers.start(rows, params, make_guide, self._settings.request_timeout)
@@ -317,7 +319,7 @@ class _Server:
         """Answer a conversation; with `given`, the same in the words of another API, in these words."""
         model = self._served().find(body.model)
         make_guide, params = model.guides(body.form), model.sampling_params(body)
-        model.check_count(body.requests)
+        model.check_count(body.num_engine_requests)
         prompt, images = await self._encode_chat(
             model, body, body.offers_tools, check=model.check_length
         )
@@ -329,7 +331,7 @@ class _Server:
                 )
                 raise ApiError(400, text, param="prompt_logprobs")
             model.check_places(
-                body.requests
+                body.num_engine_requests
             )  # before vision.onnx runs for an answer that gets none
             images = await self._see(model, images)
         expected = None
@@ -342,7 +344,7 @@ class _Server:
         elif given is not None:
             answers = MessageAnswers(model, given, self._metrics, prompt)
         else:
-            choices = [ChatChoice(index, model, body, prompt) for index in range(body.choices)]
+            choices = [ChatChoice(index, model, body, prompt) for index in range(body.num_choices)]
             answers = Answers(model, body, self._metrics, choices)
         await answers.start(
             [prompt], params, make_guide, self._settings.request_timeout, expected, images

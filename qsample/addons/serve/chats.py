@@ -2,66 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.parsers import with_objects
 from qsample.addons.serve.refusals import CHAT
-from qsample.addons.serve.requests import Body, Count, GenerationRequest, Objects, TokenId
+from qsample.addons.serve.requests import (
+    IGNORED,
+    SERVED_NAME_DESCRIPTION,
+    Body,
+    Count,
+    GenerationRequest,
+    Objects,
+    TokenId,
+    config_with_example,
+)
 from qsample.request.grammar import Form
 from qsample.text.chat import ChatOptions
 
+# Descriptions that fields of several APIs share.
+TOOLS_DESCRIPTION: Final = "Functions that the model may call."
+TEMPLATE_DESCRIPTION: Final = (
+    "The name of a template of the package, or a Jinja template if the server allows it."
+)
+TEMPLATE_KWARGS_DESCRIPTION: Final = "Further variables of the template."
+PARALLEL_CALLS_DESCRIPTION: Final = "Whether an answer may have several calls."
+TOP_LOGPROBS_DESCRIPTION: Final = (
+    "The number of the likeliest tokens in each place to return with their log-probabilities."
+)
+
 
 class Function(Body):
-    """A function that the model may call. name: of letters, digits, dots, _ and -. description: what it does.
-    parameters: a JSON schema. strict: always so if the call is demanded."""
+    """A function that the model may call."""
 
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
-    strict: StrictBool | None = None
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
+        description="A name of letters, digits, dots, _ and -."
+    )
+    description: StrictStr | None = Field(default=None, description="What the function does.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="The JSON schema of the function's arguments."
+    )
+    strict: StrictBool | None = Field(
+        default=None, description="Ignored. A call that is demanded always follows the schema."
+    )
 
 
 class Tool(Body):
-    """A function, the only kind of tool that models here can call. type: "function". function: its description."""
+    """A function, the only kind of tool that models here can call."""
 
-    type: Literal["function"] = "function"
-    function: Function
+    type: Literal["function"] = Field(default="function", description='"function".')
+    function: Function = Field(description="The function.")
 
 
 class NamedFunction(Body):
-    """A function by name. name: of the function."""
+    """A function by name."""
 
-    name: StrictStr
+    name: StrictStr = Field(description="The name of the function.")
 
 
 class NamedTool(Body):
-    """The tool that has to be called. type: "function". function: its name."""
+    """The tool that has to be called."""
 
-    type: Literal["function"] = "function"
-    function: NamedFunction
+    type: Literal["function"] = Field(default="function", description='"function".')
+    function: NamedFunction = Field(description="The function's name.")
 
 
 class ChatPrompt(Body):
-    """A conversation and its chat template's options; `chat_template` and the fields after it are vLLM's.
+    """A conversation and the options of its chat template. `chat_template` and the fields after it
+    are vLLM's."""
 
-    messages: each with role and content, and an assistant's with tool_calls. tools: functions that the model may call.
-    chat_template: a template of the package by name, or if the server allows it, a Jinja template.
-    chat_template_kwargs: further variables of the template. documents: to answer from, each with title and text.
-    add_generation_prompt: whether to end with the opening of an answer; by default if no message is continued.
-    continue_final_message: whether the answer continues the last message. reasoning_effort: for templates that know it.
-    """
-
-    messages: Objects = Field(min_length=1)
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    chat_template: StrictStr | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: Objects | None = None
-    add_generation_prompt: StrictBool | None = None
-    continue_final_message: StrictBool = False
-    reasoning_effort: StrictStr | None = None
+    messages: Objects = Field(
+        min_length=1,
+        description="Objects with role and content, and an assistant's with tool_calls.",
+    )
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(
+        default=None, description=TOOLS_DESCRIPTION
+    )
+    chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description=TEMPLATE_KWARGS_DESCRIPTION
+    )
+    documents: Objects | None = Field(
+        default=None, description="Documents to answer from, each with title and text."
+    )
+    add_generation_prompt: StrictBool | None = Field(
+        default=None,
+        description=(
+            "Whether the prompt ends with the opening of an answer, by default if no message is "
+            "continued."
+        ),
+    )
+    continue_final_message: StrictBool = Field(
+        default=False, description="Whether the answer continues the last message."
+    )
+    reasoning_effort: StrictStr | None = Field(
+        default=None, description="The effort, for chat templates that read it."
+    )
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
@@ -89,17 +127,19 @@ class ChatPrompt(Body):
 
 
 class TextPart(Body):
-    """A part of a predicted text. type: "text". text: of the part."""
+    """A part of a predicted text."""
 
-    type: Literal["text"]
-    text: StrictStr
+    type: Literal["text"] = Field(description='"text".')
+    text: StrictStr = Field(description="The text of the part.")
 
 
 class Prediction(Body):
-    """The text that an answer is expected to have. type: "content". content: the text, in whole or in parts."""
+    """The text that an answer is expected to have."""
 
-    type: Literal["content"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)]
+    type: Literal["content"] = Field(description='"content".')
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
+        description="The text, in whole or in parts."
+    )
 
     @property
     def text(self) -> str:
@@ -111,28 +151,46 @@ class Prediction(Body):
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
-    """`/v1/chat/completions`. max_completion_tokens: the new name of max_tokens. logprobs: whether to return
-    log-probabilities. top_logprobs: number of the likeliest tokens in each place. tool_choice: "none", "auto" (if the
-    request has tools), "required", or the function to call. parallel_tool_calls: whether an answer may have several
-    calls. include_reasoning: whether to return the model's thoughts, if the server splits them off the answer (vLLM).
-    modalities: only ["text"]. verbosity, prompt_cache_options: ignored. prediction: guesses of the answer's tokens, if
-    the package checks any."""
+    """`/v1/chat/completions`."""
 
+    model_config = config_with_example(
+        messages=[{"role": "user", "content": "In the beginning"}], max_tokens=24
+    )
     refusals = CHAT
-    example = '{"messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 24}'
-    top_field = "top_logprobs"
+    alternatives_field = "top_logprobs"
 
-    max_completion_tokens: Count | None = None
-    logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: StrictBool | None = None
-    include_reasoning: StrictBool = True
-
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    verbosity: StrictStr | None = None
-    prediction: Prediction | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    max_completion_tokens: Count | None = Field(
+        default=None,
+        description="The largest number of tokens of an answer, the new name of max_tokens.",
+    )
+    logprobs: StrictBool | None = Field(
+        default=None, description="Whether to return log-probabilities."
+    )
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = Field(
+        default=None, description=TOP_LOGPROBS_DESCRIPTION
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        default=None,
+        description='"none", "auto" (if the request has tools), "required", or the tool to call.',
+    )
+    parallel_tool_calls: StrictBool | None = Field(
+        default=None, description=PARALLEL_CALLS_DESCRIPTION
+    )
+    include_reasoning: StrictBool = Field(
+        default=True,
+        description=(
+            "Whether to return the model's thoughts, if the server splits them off the answer "
+            "(vLLM)."
+        ),
+    )
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
+        default=None, description='Only ["text"].'
+    )
+    verbosity: StrictStr | None = Field(default=None, description=IGNORED)
+    prediction: Prediction | None = Field(
+        default=None, description="A guess of the answer, if the package checks guesses."
+    )
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=IGNORED)
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -154,12 +212,12 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return self
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         """The most tokens of an answer, if the request limits them."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def top(self) -> int | None:
+    def num_alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -200,19 +258,25 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
 
 class TokenizeRequest(ChatPrompt):
-    """`/tokenize`. model: a served name; by default the first. prompt: a text. messages: in place of a prompt, a
-    conversation. add_special_tokens: whether the tokenizer adds its special tokens to the prompt. return_token_strs:
-    whether to return the tokens' texts."""
+    """`/tokenize`."""
 
-    model: StrictStr | None = None
-    prompt: StrictStr | None = None
-    messages: Objects | None = None  # type: ignore[assignment]
-    add_special_tokens: StrictBool = True
-    return_token_strs: StrictBool = False
+    model: StrictStr | None = Field(default=None, description=SERVED_NAME_DESCRIPTION)
+    prompt: StrictStr | None = Field(default=None, description="A text.")
+    messages: Objects | None = Field(  # type: ignore[assignment]
+        default=None, description="A conversation, in place of a prompt."
+    )
+    add_special_tokens: StrictBool = Field(
+        default=True, description="Whether the tokenizer adds its special tokens to the prompt."
+    )
+    return_token_strs: StrictBool = Field(
+        default=False, description="Whether to return the tokens' texts."
+    )
 
 
 class DetokenizeRequest(Body):
-    """`/detokenize`. model: a served name; by default the first. tokens: their ids."""
+    """`/detokenize`."""
 
-    model: StrictStr | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    model: StrictStr | None = Field(default=None, description=SERVED_NAME_DESCRIPTION)
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)] = Field(
+        description="The ids of the tokens."
+    )

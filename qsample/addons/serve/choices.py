@@ -73,7 +73,7 @@ class Choice(ABC):
     ) -> None:
         self._index = index
         self._model = model
-        self._top = body.top
+        self._top = body.num_alternatives
         self._prompt_top = body.prompt_logprobs
         self._prompt_ids = prompt if body.return_token_ids else None
         self.scores: PromptScores | None = None

@@ -1,105 +1,194 @@
-"""The answers of the endpoints, for their description in openapi.json; `choices.py` and its neighbours make them."""
+"""The answers of the endpoints, as /openapi.json describes them; `choices.py`, `responses.py` and
+`messages.py` make them."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from pydantic import create_model
+from pydantic import Field
 
 from qsample.addons.serve.requests import Body
 
-_OPTIONAL: Final = (Any, None)
-_REPEATED: Final = (
-    "instructions, max_output_tokens, metadata, parallel_tool_calls, reasoning, temperature, text, tool_choice, tools, "
-    "top_logprobs, top_p, user, background, max_tool_calls, previous_response_id, service_tier, store, truncation"
-)
+_ID: Final = "The id of the answer."
+_MODEL: Final = "The served name of the model."
+_OBJECT: Final = "The kind of the object."
+_FROM_THE_REQUEST: Final = "The value of the request, or the default."
 
 
-def _document(name: str, about: str, **fields: Any) -> type[Body]:
-    """about: of the document, then of its fields, as in the docstring of a `Body`."""
-    return create_model(name, __base__=Body, __doc__=about, **fields)
+class Completion(Body):
+    """An answer in OpenAI's form."""
+
+    id: str = Field(description=_ID)
+    object: str = Field(description=_OBJECT)
+    model: str = Field(description=_MODEL)
+    created: int = Field(description="The time of the request, in seconds since 1970.")
+    choices: list[dict[str, Any]] = Field(
+        description=(
+            'Objects with index, finish_reason ("stop", "length" or "tool_calls"), stop_reason '
+            "(the stop string or token), logprobs, and the text, or the message with role, "
+            "content, reasoning and tool_calls."
+        )
+    )
+    usage: dict[str, Any] = Field(
+        description=(
+            "The counts prompt_tokens, completion_tokens and total_tokens. "
+            "`prompt_tokens_details.cached_tokens` is the number that a slot held already."
+        )
+    )
+    prompt_token_ids: Any = Field(
+        default=None, description="The token ids of a chat's prompt, if the request asks for them."
+    )
+    prompt_logprobs: Any = Field(
+        default=None,
+        description="The log-probabilities of a chat's prompt, if the request asks for them.",
+    )
 
 
-COMPLETION: Final = _document(
-    "Completion",
-    """An answer of OpenAI's form. id: of the answer. object: what it is. created: seconds since 1970. model: its served
-    name. choices: each with index, finish_reason ("stop", "length" or "tool_calls"), stop_reason (the stop string or
-    token), logprobs, and the text, or the message with role, content, reasoning and tool_calls. usage: prompt_tokens,
-    completion_tokens and total_tokens; `prompt_tokens_details.cached_tokens` a slot held already.
-    prompt_token_ids, prompt_logprobs: of a chat's prompt, if the request asks for them.""",
-    **dict.fromkeys(("id", "object", "model"), str),
-    created=int,
-    choices=list[dict[str, Any]],
-    usage=dict[str, Any],
-    prompt_token_ids=_OPTIONAL,
-    prompt_logprobs=_OPTIONAL,
-)
-RESPONSE: Final = _document(
-    "Response",
-    f"""An answer in items. id: of the answer. object: what it is. created_at, completed_at: seconds since 1970. model:
-    its served name. status: "completed", "incomplete", "in_progress" or "failed". error: of an answer that failed.
-    incomplete_details: why an answer was cut off. output: items of type reasoning, message and function_call. usage:
-    input_tokens, output_tokens and total_tokens, with details. {_REPEATED}: as the request has it, or the default.""",
-    **dict.fromkeys(("id", "object", "model", "status"), str),
-    created_at=int,
-    **dict.fromkeys(("completed_at", "error", "incomplete_details"), _OPTIONAL),
-    output=list[dict[str, Any]],
-    usage=_OPTIONAL,
-    **dict.fromkeys(_REPEATED.split(", "), _OPTIONAL),
-)
-MESSAGE: Final = _document(
-    "Message",
-    """An answer in blocks. id: of the answer. type: what it is. role: "assistant". model: its served name. content:
-    blocks of type thinking, text and tool_use. stop_reason: "end_turn", "max_tokens", "stop_sequence", "tool_use" or
-    "model_context_window_exceeded". stop_sequence: the one that came. usage: input_tokens,
-    cache_read_input_tokens (which a slot held already) and output_tokens.""",
-    **dict.fromkeys(("id", "type", "role", "model"), str),
-    content=list[dict[str, Any]],
-    **dict.fromkeys(("stop_reason", "stop_sequence"), _OPTIONAL),
-    usage=dict[str, int],
-)
-TOKEN_COUNT: Final = _document(
-    "TokenCount", "A number. input_tokens: of the conversation.", input_tokens=int
-)
-MODEL: Final = _document(
-    "Model",
-    """A model, or an adapter. id: its served name. object: what it is. created: when it was loaded, in seconds since
-    1970. owned_by: "qsample". parent: an adapter's model. max_model_len: tokens of a prompt and its answer.
-    capabilities: completion_chat is whether it has a chat template, vision whether it reads images.""",
-    **dict.fromkeys(("id", "object", "owned_by"), str),
-    **dict.fromkeys(("created", "max_model_len"), int),
-    parent=_OPTIONAL,
-    capabilities=dict[str, bool],
-)
-MODELS: Final = _document(
-    "Models",
-    'object: "list". data: the models.',
-    object=str,
-    data=list[MODEL],  # type: ignore[valid-type]
-)
-TOKENS: Final = _document(
-    "Tokens",
-    """count: of the tokens. max_model_len: tokens of a prompt and its answer. tokens: their ids. token_strs: their
-    texts, if the request asks for them.""",
-    **dict.fromkeys(("count", "max_model_len"), int),
-    tokens=list[int],
-    token_strs=_OPTIONAL,
-)
-TEXT: Final = _document("Text", "prompt: the text of the tokens.", prompt=str)
-HEALTH: Final = _document(
-    "Health",
-    'status: "ok" or "error". ended: models whose engines have ended.',
-    status=str,
-    ended=_OPTIONAL,
-)
-VERSION: Final = _document("Version", "version: of qsample.", version=str)
-_ERROR_ABOUT: Final = "error: message, with the remedy; type; "
-ERROR: Final = _document(
-    "Error", _ERROR_ABOUT + "param, the field; code, a word for it.", error=dict[str, Any]
-)
-MESSAGE_ERROR: Final = _document(
-    "MessageError",
-    f'type: "error". {_ERROR_ABOUT}as Anthropic has it.',
-    type=str,
-    error=dict[str, str],
-)
+class Response(Body):
+    """An answer in items."""
+
+    id: str = Field(description=_ID)
+    object: str = Field(description=_OBJECT)
+    model: str = Field(description=_MODEL)
+    status: str = Field(description='"completed", "incomplete", "in_progress" or "failed".')
+    created_at: int = Field(description="The time of the request, in seconds since 1970.")
+    completed_at: Any = Field(
+        default=None, description="The time of the answer's end, in seconds since 1970."
+    )
+    error: Any = Field(default=None, description="The error of an answer that failed.")
+    incomplete_details: Any = Field(
+        default=None, description="The reason why an answer was cut off."
+    )
+    output: list[dict[str, Any]] = Field(
+        description="Items of type reasoning, message and function_call."
+    )
+    usage: Any = Field(
+        default=None,
+        description="The counts input_tokens, output_tokens and total_tokens, with details.",
+    )
+    instructions: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    max_output_tokens: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    metadata: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    parallel_tool_calls: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    reasoning: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    temperature: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    text: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    tool_choice: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    tools: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    top_logprobs: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    top_p: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    user: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    background: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    max_tool_calls: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    previous_response_id: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    service_tier: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    store: Any = Field(default=None, description=_FROM_THE_REQUEST)
+    truncation: Any = Field(default=None, description=_FROM_THE_REQUEST)
+
+
+class Message(Body):
+    """An answer in blocks."""
+
+    id: str = Field(description=_ID)
+    type: str = Field(description='"message".')
+    role: str = Field(description='"assistant".')
+    model: str = Field(description=_MODEL)
+    content: list[dict[str, Any]] = Field(description="Blocks of type thinking, text and tool_use.")
+    stop_reason: Any = Field(
+        default=None,
+        description=(
+            '"end_turn", "max_tokens", "stop_sequence", "tool_use" or '
+            '"model_context_window_exceeded".'
+        ),
+    )
+    stop_sequence: Any = Field(default=None, description="The stop sequence that ended the answer.")
+    usage: dict[str, int] = Field(
+        description=(
+            "The counts input_tokens, cache_read_input_tokens (which a slot held already) and "
+            "output_tokens."
+        )
+    )
+
+
+class TokenCount(Body):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int = Field(description="The number of tokens of the conversation.")
+
+
+class Model(Body):
+    """A model, or an adapter."""
+
+    id: str = Field(description="The served name.")
+    object: str = Field(description=_OBJECT)
+    owned_by: str = Field(description='"qsample".')
+    created: int = Field(description="The time when it was loaded, in seconds since 1970.")
+    max_model_len: int = Field(
+        description="The largest number of tokens of a prompt and its answer together."
+    )
+    parent: Any = Field(default=None, description="The served name of an adapter's model.")
+    capabilities: dict[str, bool] = Field(
+        description=(
+            "Whether there is a chat template (completion_chat), and whether the model reads "
+            "images (vision)."
+        )
+    )
+
+
+class Models(Body):
+    """The models and adapters."""
+
+    object: str = Field(description='"list".')
+    data: list[Model] = Field(description="The models.")
+
+
+class Tokens(Body):
+    """The tokens of a text or a conversation."""
+
+    count: int = Field(description="The number of tokens.")
+    max_model_len: int = Field(
+        description="The largest number of tokens of a prompt and its answer together."
+    )
+    tokens: list[int] = Field(description="The ids of the tokens.")
+    token_strs: Any = Field(
+        default=None, description="The texts of the tokens, if the request asks for them."
+    )
+
+
+class Text(Body):
+    """The text of token ids."""
+
+    prompt: str = Field(description="The text of the tokens.")
+
+
+class Health(Body):
+    """The state of the server."""
+
+    status: str = Field(description='"ok" or "error".')
+    ended: Any = Field(default=None, description="The names of models whose engines have ended.")
+
+
+class Version(Body):
+    """The version of the server."""
+
+    version: str = Field(description="The version of qsample.")
+
+
+class Error(Body):
+    """An error in OpenAI's form."""
+
+    error: dict[str, Any] = Field(
+        description=(
+            "An object with message, which says the remedy, type, param, which is the field, and "
+            "code, which is a word for the error."
+        )
+    )
+
+
+class MessageError(Body):
+    """An error in Anthropic's form."""
+
+    type: str = Field(description='"error".')
+    error: dict[str, str] = Field(
+        description="An object with message, which says the remedy, and type."
+    )

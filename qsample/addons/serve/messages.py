@@ -12,6 +12,8 @@ from pydantic_core import from_json
 
 from qsample.addons.serve.answers import NamedEvents
 from qsample.addons.serve.chats import (
+    TEMPLATE_DESCRIPTION,
+    TEMPLATE_KWARGS_DESCRIPTION,
     ChatCompletionRequest,
     Function,
     NamedFunction,
@@ -25,12 +27,14 @@ from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.parsers import ToolCalls
 from qsample.addons.serve.refusals import MESSAGE_TOOL, MESSAGES
 from qsample.addons.serve.requests import (
+    IGNORED,
     Body,
     Count,
     GenerationRequest,
     JsonSchema,
     ResponseFormat,
     Texts,
+    config_with_example,
 )
 from qsample.runtime import Delta, RequestOutput
 
@@ -65,29 +69,34 @@ def _only_client_tools(tool: Any) -> Any:
 
 
 class MessageTool(Body):
-    """A tool that the model may call. name: of letters, digits, dots, _ and -. description: what it does. input_schema:
-    a JSON schema. strict: always so if the call is demanded. type: only "custom". cache_control, eager_input_streaming,
-    input_examples: ignored."""
+    """A tool that the model may call."""
 
     refusals = MESSAGE_TOOL
 
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-    description: StrictStr | None = None
-    input_schema: dict[str, Any]
-    strict: StrictBool | None = None
-    type: Literal["custom"] = "custom"
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: StrictBool | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")] = Field(
+        description="A name of letters, digits, dots, _ and -."
+    )
+    description: StrictStr | None = Field(default=None, description="What the tool does.")
+    input_schema: dict[str, Any] = Field(description="The JSON schema of the tool's input.")
+    strict: StrictBool | None = Field(
+        default=None, description="Ignored. A call that is demanded always follows the schema."
+    )
+    type: Literal["custom"] = Field(default="custom", description='Only "custom".')
+    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    eager_input_streaming: StrictBool | None = Field(default=None, description=IGNORED)
+    input_examples: list[dict[str, Any]] | None = Field(default=None, description=IGNORED)
 
 
 class ToolChoice(Body):
-    """Whether the model has to call a tool. type: "any" demands a call, "tool" that of a tool. name: of the tool.
-    disable_parallel_tool_use: whether an answer has one call at most."""
+    """Whether the model has to call a tool."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: StrictStr | None = None
-    disable_parallel_tool_use: StrictBool = False
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description='"any" demands a call, and "tool" a call of one tool.'
+    )
+    name: StrictStr | None = Field(default=None, description="The name of the tool to call.")
+    disable_parallel_tool_use: StrictBool = Field(
+        default=False, description="Whether an answer has at most one call."
+    )
 
     @model_validator(mode="after")
     def _has_a_name(self) -> ToolChoice:
@@ -97,26 +106,33 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Thoughts before the answer. type: "disabled" drops them, and sets enable_thinking of the template to false.
-    budget_tokens: ignored. display: "omitted" drops the thoughts."""
+    """Thoughts before the answer."""
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Count | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
+        description='"disabled" drops the thoughts, and sets enable_thinking of the template to false.'
+    )
+    budget_tokens: Count | None = Field(default=None, description=IGNORED)
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description='"omitted" drops the thoughts.'
+    )
 
 
 class JsonFormat(Body):
-    """The form of an answer. type: "json_schema". schema: always followed."""
+    """The form of an answer."""
 
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    type: Literal["json_schema"] = Field(description='"json_schema".')
+    schema_: dict[str, Any] = Field(
+        alias="schema", description="The schema. Answers always follow it."
+    )
 
 
 class OutputConfig(Body):
-    """How the answer is written. effort: for chat templates that read a reasoning_effort. format: its form."""
+    """How the answer is written."""
 
-    effort: StrictStr | None = None
-    format: JsonFormat | None = None
+    effort: StrictStr | None = Field(
+        default=None, description="The effort, for chat templates that read a reasoning_effort."
+    )
+    format: JsonFormat | None = Field(default=None, description="The form of the answer.")
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
@@ -208,36 +224,45 @@ def _address_of(source: dict[str, Any], owner: str) -> str:
 
 
 class CountTokensRequest(GenerationRequest):
-    """`/v1/messages/count_tokens`, with the fields of `/v1/messages`. messages: with texts, or blocks of type text,
-    image, tool_use, tool_result and thinking. system: a system prompt. tools: tools that the model may call.
-    tool_choice: whether the model has to call a tool. thinking: whether to return thoughts. output_config: the effort,
-    and the form of the answer. stop_sequences: texts that end the answer. cache_control: ignored. chat_template: a
-    template of the package by name. chat_template_kwargs: further variables of the template."""
+    """`/v1/messages/count_tokens`, with the fields of `/v1/messages`."""
 
+    model_config = config_with_example(
+        messages=[{"role": "user", "content": "In the beginning"}], max_tokens=24
+    )
     refusals = MESSAGES
-    example = ChatCompletionRequest.example
 
     messages: Annotated[
         list[dict[str, Any]],
         PlainValidator(_messages_of, json_schema_input_type=list[dict[str, Any]]),
-    ]
+    ] = Field(
+        description=(
+            "Messages of texts, or of blocks of type text, image, tool_use, tool_result and "
+            "thinking."
+        )
+    )
     system: (
         Annotated[str, PlainValidator(_text_of, json_schema_input_type=str | list[dict[str, Any]])]
         | None
-    ) = None
+    ) = Field(default=None, description="A system prompt.")
     tools: (
         Annotated[
             list[Annotated[MessageTool, BeforeValidator(_only_client_tools)]], Field(fail_fast=True)
         ]
         | None
-    ) = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    stop_sequences: Texts | None = None
-    cache_control: dict[str, Any] | None = None
-    chat_template: StrictStr | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    ) = Field(default=None, description="Tools that the model may call.")
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="Whether the model has to call a tool."
+    )
+    thinking: Thinking | None = Field(default=None, description="Whether to return thoughts.")
+    output_config: OutputConfig | None = Field(
+        default=None, description="The effort, and the form of the answer."
+    )
+    stop_sequences: Texts | None = Field(default=None, description="Texts that end the answer.")
+    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description=TEMPLATE_KWARGS_DESCRIPTION
+    )
 
     @model_validator(mode="after")
     def _check_messages(self) -> CountTokensRequest:
@@ -294,9 +319,9 @@ class CountTokensRequest(GenerationRequest):
 
 
 class MessagesRequest(CountTokensRequest):
-    """`/v1/messages`. Fields of vLLM's and llama.cpp's requests are as in chats. max_tokens: most tokens to write."""
+    """`/v1/messages`. Fields of vLLM's and llama.cpp's requests are as in chats."""
 
-    max_tokens: Count
+    max_tokens: Count = Field(description="The largest number of tokens to write.")
 
 
 class MessageChoice(ChatChoice):

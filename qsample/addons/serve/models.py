@@ -168,7 +168,7 @@ class ServedModel:
         self._check_logprobs(request)
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
-            limit = request.default_limit
+            limit = request.default_token_limit
             fields |= (
                 {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
             )
@@ -181,7 +181,11 @@ class ServedModel:
 
     def _check_logprobs(self, request: GenerationRequest) -> None:
         """Raise ApiError if the package does not return the log-probabilities that a request asks for."""
-        asked = [] if request.top is None else [(request.top_field, request.top)]
+        asked = (
+            []
+            if request.num_alternatives is None
+            else [(request.alternatives_field, request.num_alternatives)]
+        )
         if request.scores_prompt:
             asked.append(
                 ("echo", 0)

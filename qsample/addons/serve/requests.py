@@ -1,10 +1,11 @@
-"""The bodies of requests: OpenAI's fields with vLLM's and llama.cpp's, checked, and as `SamplingParams` takes them."""
+"""The bodies of requests: OpenAI's fields with vLLM's and llama.cpp's, checked, and as `SamplingParams` takes them.
+
+The descriptions of the fields are what clients read in /openapi.json and /docs.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import secrets
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -38,111 +39,124 @@ from qsample.request.sampling_params import (
     SMALLEST_TOP_P,
 )
 
-MOST_CHOICES: Final = 128  # OpenAI's limit for n
-MOST_TOKENS: Final = 2**31 - 1
-# Stop tokens, and biases: for each row, a step reads the number that the widest row has.
-MOST_STOPS: Final = 1024
-MOST_BIASES: Final = 1024
-# OpenAI takes 4 stop strings, and vLLM any number; each character takes some hundred bytes while the request runs.
-MOST_STOP_STRINGS: Final = 64
-MOST_STOP_CHARACTERS: Final = 2048  # of all of them
-MOST_PROMPTS: Final = 2**16  # of a request; few servers take that number at once
-MOST_NAME: Final = (
-    256  # characters of an adapter's name, a label of a metric, and of an id, which each event has
-)
-MOST_PATH: Final = 4096
-MOST_FIELDS: Final = 256  # of an object; pydantic notes an error for each that is not known
-# Fields that have the same name in `SamplingParams`.
-_SAME_NAME: Final = (
-    *(
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ),
+MAX_CHOICES: Final = 128  # OpenAI's limit of n.
+MAX_TOKENS: Final = 2**31 - 1
+# Each step reads, for every row of the batch, as many stop tokens and biases as the widest row has.
+MAX_STOP_TOKENS: Final = 1024
+MAX_BIASES: Final = 1024
+# OpenAI takes 4 stop strings, and vLLM any number. Each character takes a few hundred bytes while
+# the request runs.
+MAX_STOP_STRINGS: Final = 64
+# The limit of a request's stop strings together.
+MAX_STOP_CHARACTERS: Final = 2048
+# Few servers take this number of prompts at once.
+MAX_PROMPTS: Final = 2**16
+# The limit of an adapter's name, which is a label of metrics, and of a request's id, which every
+# event has.
+MAX_NAME_CHARACTERS: Final = 256
+MAX_PATH_CHARACTERS: Final = 4096
+# pydantic records an error for each unknown field of an object.
+MAX_FIELDS_OF_AN_OBJECT: Final = 256
+_FIELDS_WITH_THE_SAME_NAME: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
-# Clients also write -1 for off, and a top_p of 0 for the likeliest token alone.
-_LEAST: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": SMALLEST_TOP_P}
+# Clients also write -1 for a filter that is off, and a top_p of 0 for the likeliest token only.
+_SMALLEST_VALUES: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": SMALLEST_TOP_P}
+IGNORED: Final = "Ignored."
+_FORMER_NAME_DESCRIPTION: Final = (
+    "The same as a field of structured_outputs, under vLLM's former name."
+)
+SERVED_NAME_DESCRIPTION: Final = "A served name. By default, the first model is used."
 
 Number = StrictFloat | StrictInt
-TokenId = Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)]
-Count = Annotated[StrictInt, Field(ge=1, le=MOST_TOKENS)]
-# Lists end with their first error: noting each of a million takes seconds, and only the first is shown.
+TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
+Count = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)]
+# Validation of a list ends with its first error: recording each of a million errors takes seconds,
+# and the answer shows only the first.
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-# Beyond, a logit times or over the penalty is no number of float32.
+# Outside of this range, a logit times or divided by the penalty may overflow float32.
 Penalty = Annotated[Number, Field(ge=1e-6, le=1e6)]
 
 
-def _describe(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Put texts about the fields into a JSON schema: of the docstrings, "name, name: text", or of `SamplingParams`."""
-    names = "|".join(sorted(schema.get("properties", ()), key=len, reverse=True))
-    pattern, texts = re.compile(rf"(?<![\w`.])((?:{names})(?:, (?:{names}))*): "), dict(HELP)
-    for base in reversed(kind.__mro__[: kind.__mro__.index(Body)]):
-        schema["description"], *parts = pattern.split(" ".join((base.__doc__ or "").split()))
-        for listed, text in zip(parts[::2], parts[1::2], strict=True):
-            texts |= dict.fromkeys(listed.split(", "), f"{text[0].upper()}{text[1:]}".strip())
-    if (example := getattr(kind, "example", None)) is not None:
-        schema["examples"] = [json.loads(example)]
-    for name, entry in schema.get("properties", {}).items():
-        if name in texts:
-            entry["description"] = texts[name]
-
-
 class Body(BaseModel):
-    """A JSON object without unknown fields, NaN and infinities. A null field counts as left out, even an unknown field:
-    clients write out fields that they do not use. Docstrings describe the fields, as `name: text`."""
+    """A JSON object without unknown fields, NaN and infinities."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, json_schema_extra=_describe)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     refusals: ClassVar[Refusals] = {}
-    example: ClassVar[str | None] = None  # JSON to try, in /docs
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls_and_refusals(cls, value: Any) -> Any:
+        """A field that is null counts as left out, even if it is unknown: clients write out fields
+        that they do not use."""
         if not isinstance(value, dict):
             return value
-        if len(value) > MOST_FIELDS:
-            raise ValueError(f"an object has {len(value)} fields; give at most {MOST_FIELDS}")
-        given = {name: content for name, content in value.items() if content is not None}
-        for name in [name for name in given if name in cls.refusals]:
-            if cls.refusals[name].applies_to(given.pop(name)):
+        if len(value) > MAX_FIELDS_OF_AN_OBJECT:
+            raise ValueError(
+                f"an object has {len(value)} fields; give at most {MAX_FIELDS_OF_AN_OBJECT}"
+            )
+        given: dict[str, Any] = {}
+        for name, content in value.items():
+            if content is None:
+                continue
+            refusal = cls.refusals.get(name)
+            if refusal is None:
+                given[name] = content
+            elif refusal.applies_to(content):
                 raise PydanticCustomError(
                     "unsupported_parameter",
                     "not done here; {instead}",
-                    {"name": name, "instead": cls.refusals[name].instead},
+                    {"name": name, "instead": refusal.instead},
                 )
         return given
 
 
-class StreamOptions(Body):
-    """include_usage: end with an event that counts the tokens. continuous_usage_stats: counts in every event (vLLM).
-    include_obfuscation: OpenAI's; ignored."""
+def config_with_example(**fields: Any) -> ConfigDict:
+    """The configuration of a body with an example that can be tried in /docs."""
+    return ConfigDict(json_schema_extra={"examples": [fields]})
 
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
-    include_obfuscation: StrictBool = False
+
+class StreamOptions(Body):
+    """The token counts of a stream."""
+
+    include_usage: StrictBool = Field(
+        default=False, description="Whether the stream ends with an event that counts the tokens."
+    )
+    continuous_usage_stats: StrictBool = Field(
+        default=False, description="Whether every event counts the tokens so far (vLLM)."
+    )
+    include_obfuscation: StrictBool = Field(default=False, description=IGNORED)
 
 
 class JsonSchema(Body):
-    """A JSON schema. name, description: ignored. schema: followed, even if `strict` is false. strict: ignored."""
+    """A JSON schema."""
 
-    name: StrictStr | None = None
-    description: StrictStr | None = None
-    schema_: dict[str, Any] | StrictBool = Field(default_factory=dict, alias="schema")
-    strict: StrictBool | None = None
+    name: StrictStr | None = Field(default=None, description=IGNORED)
+    description: StrictStr | None = Field(default=None, description=IGNORED)
+    schema_: dict[str, Any] | StrictBool = Field(
+        default_factory=dict,
+        alias="schema",
+        description="The schema. Answers follow it even if `strict` is false.",
+    )
+    strict: StrictBool | None = Field(default=None, description=IGNORED)
 
 
 class ResponseFormat(Body):
-    """The form of an answer. type: any text, a JSON object, or JSON that follows a schema. json_schema: the schema."""
+    """The form of an answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Any text, a JSON object, or JSON that follows a schema."
+    )
+    json_schema: JsonSchema | None = Field(default=None, description="The schema.")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
@@ -152,22 +166,30 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The form of an answer in vLLM's words, a single field. json: a schema, or its text. regex: a regular expression
-    for the whole answer. choice: texts, of which the answer is one. grammar: Lark's or GBNF. json_object: any JSON
-    object."""
+    """The form of an answer in vLLM's words. Only one field may be given."""
 
     refusals = STRUCTURED_OUTPUTS
 
-    json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
-    regex: StrictStr | None = None
-    choice: Texts | None = Field(None, min_length=1)
-    grammar: StrictStr | None = None
-    json_object: StrictBool | None = None
+    json_: dict[str, Any] | StrictStr | None = Field(
+        default=None, alias="json", description="A JSON schema, or its text."
+    )
+    regex: StrictStr | None = Field(
+        default=None, description="A regular expression that the whole answer matches."
+    )
+    choice: Texts | None = Field(
+        default=None, min_length=1, description="Texts. The answer is one of them."
+    )
+    grammar: StrictStr | None = Field(
+        default=None, description="A grammar in Lark's notation, or GBNF."
+    )
+    json_object: StrictBool | None = Field(
+        default=None, description="Whether the answer is any JSON object."
+    )
 
 
-# The filters' parameters, under the names of `SamplingParams`; that checks the values: vLLM's, llama.cpp's and
-# transformers' names.
-_Items = Annotated[list[Any], Field(max_length=MOST_STOPS)]
+# The parameters of filters are named as in `SamplingParams`, which also checks their values. These
+# are the names of vLLM, llama.cpp and transformers.
+_Items = Annotated[list[Any], Field(max_length=MAX_STOP_TOKENS)]
 if TYPE_CHECKING:
     FilterFields = Body
 else:
@@ -175,110 +197,164 @@ else:
         "FilterFields",
         __base__=Body,
         **{
-            name: ((_Items if OFF[name] is None else Number) | None, None) for name in FILTER_FIELDS
+            name: (
+                (_Items if OFF[name] is None else Number) | None,
+                Field(None, description=HELP[name]),
+            )
+            for name in FILTER_FIELDS
         },
     )
 
 
 class GenerationRequest(FilterFields):
-    """The fields of completions and chats. Names, ranges and defaults are OpenAI's, from `top_k` on vLLM's.
+    """The fields of completions and chats. Names, ranges and defaults are OpenAI's, and from
+    `top_k` on vLLM's."""
 
-    model: a served name; by default the first. n: number of answers to each prompt. seed: of the first answer; the same
-    seed gives the same tokens. stop: texts that end an answer. logit_bias: token id → a number from -100 to 100 that is
-    added to its logit. max_tokens: most tokens of an answer. stream: events as tokens come. stream_options: which token
-    counts they have. response_format: the form of the answer. min_tokens: no stop token before this many.
-    repetition_penalty: on prompt and sampled tokens; 1 is off. llama.cpp's repeat_penalty is the same.
-    penalty_last_n: newest tokens, prompt included, that the penalties count; -1 is off. The same as repeat_last_n.
-    prompt_lookup_num_tokens: most tokens to guess in a step; 0 turns the server's guesses off. stop_token_ids: token
-    ids that end an answer, in addition to the model's. ignore_eos: whether the model's own do not end it.
-    structured_outputs: the form of the answer, in vLLM's words. guided_json, guided_regex, guided_choice,
-    guided_grammar: the same, in vLLM's former words. return_token_ids: whether to return the ids of prompt and answer.
-    prompt_logprobs: return log-probabilities of the prompt, with this many of the likeliest tokens in each place.
-    priority: requests with the lowest get a slot first. request_id: a part of the answer's id. best_of: only as n.
-    user, store, metadata, service_tier, safety_identifier, prompt_cache_key, prompt_cache_retention: ignored.
-    """
+    # None: as many tokens as fit into the context.
+    default_token_limit: ClassVar[int | None] = None
+    alternatives_field: ClassVar[str]
 
-    default_limit: ClassVar[int | None] = (
-        None  # tokens of an answer; None: all that fit into the context
+    model: StrictStr | None = Field(default=None, description=SERVED_NAME_DESCRIPTION)
+    temperature: Annotated[Number, Field(ge=0)] | None = Field(
+        default=None, description=HELP["temperature"]
     )
-    top_field: ClassVar[str]  # the field of `top`
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = Field(
+        default=None, description=HELP["top_p"]
+    )
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = Field(
+        default=None, description=HELP["presence_penalty"]
+    )
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = Field(
+        default=None, description=HELP["frequency_penalty"]
+    )
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        default=None, description="The number of answers to each prompt."
+    )
+    seed: StrictInt | None = Field(
+        default=None,
+        description="The seed of the first answer. The same seed gives the same tokens.",
+    )
+    stop: StrictStr | Texts | None = Field(default=None, description="Texts that end an answer.")
+    logit_bias: dict[str, Number] | None = Field(
+        default=None,
+        description="Token id → a number from -100 to 100 that is added to its logit.",
+    )
+    max_tokens: Count | None = Field(
+        default=None, description="The largest number of tokens of an answer."
+    )
+    stream: StrictBool | None = Field(
+        default=None, description="Whether to send events while tokens are sampled."
+    )
+    stream_options: StreamOptions | None = Field(
+        default=None, description="The token counts that events have."
+    )
+    response_format: ResponseFormat | None = Field(
+        default=None, description="The form of the answer."
+    )
 
-    model: StrictStr | None = None
-    temperature: Annotated[Number, Field(ge=0)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MOST_CHOICES)] | None = None
-    seed: StrictInt | None = None
-    stop: StrictStr | Texts | None = None
-    logit_bias: dict[str, Number] | None = None
-    max_tokens: Count | None = None
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-
-    top_k: Annotated[StrictInt, Field(ge=-1, le=MOST_TOKENS)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
+        default=None, description=HELP["top_k"]
+    )
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = Field(
+        default=None, description=HELP["min_p"]
+    )
     repetition_penalty: Penalty | None = Field(
-        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+        default=None,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description=f"{HELP['repetition_penalty']} llama.cpp's name is repeat_penalty.",
     )
     penalty_last_n: Number | None = Field(
-        None, validation_alias=AliasChoices("penalty_last_n", "repeat_last_n")
+        default=None,
+        validation_alias=AliasChoices("penalty_last_n", "repeat_last_n"),
+        description=(
+            "The number of the newest tokens, prompt included, that the penalties count; -1 is "
+            "off. llama.cpp's name is repeat_last_n."
+        ),
     )
     prompt_lookup_num_tokens: (
         Annotated[StrictInt, Field(ge=0, le=MOST_SPECULATIVE_TOKENS)] | None
-    ) = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
-        None, max_length=MOST_STOPS
+    ) = Field(
+        default=None,
+        description=(
+            "The largest number of tokens to guess in a step; 0 turns the server's guesses off."
+        ),
     )
-    ignore_eos: StrictBool = False
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | StrictStr | None = None
-    guided_regex: StrictStr | None = None
-    guided_choice: Texts | None = Field(None, min_length=1)
-    guided_grammar: StrictStr | None = None
-    return_token_ids: StrictBool = False
-    prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
-    priority: StrictInt = 0
-    request_id: StrictStr | None = Field(None, max_length=MOST_NAME)
-    best_of: StrictInt | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        default=None, description="The number of tokens before which no stop token is sampled."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        default=None,
+        max_length=MAX_STOP_TOKENS,
+        description="Token ids that end an answer, in addition to the model's stop tokens.",
+    )
+    ignore_eos: StrictBool = Field(
+        default=False, description="Whether the model's stop tokens do not end an answer."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="The form of the answer, in vLLM's words."
+    )
+    guided_json: dict[str, Any] | StrictStr | None = Field(
+        default=None, description=_FORMER_NAME_DESCRIPTION
+    )
+    guided_regex: StrictStr | None = Field(default=None, description=_FORMER_NAME_DESCRIPTION)
+    guided_choice: Texts | None = Field(
+        default=None, min_length=1, description=_FORMER_NAME_DESCRIPTION
+    )
+    guided_grammar: StrictStr | None = Field(default=None, description=_FORMER_NAME_DESCRIPTION)
+    return_token_ids: StrictBool = Field(
+        default=False, description="Whether to return the token ids of the prompt and the answer."
+    )
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
+        default=None,
+        description=(
+            "The number of the likeliest tokens to return in each place of the prompt, with "
+            "log-probabilities; 0 returns only the log-probability of the prompt's token."
+        ),
+    )
+    priority: StrictInt = Field(
+        default=0, description="A rank. Requests with the lowest rank get a slot first."
+    )
+    request_id: StrictStr | None = Field(
+        default=None, max_length=MAX_NAME_CHARACTERS, description="A part of the answer's id."
+    )
+    best_of: StrictInt | None = Field(default=None, description="Only the value of n.")
 
-    user: StrictStr | None = None
-    store: StrictBool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
-    prompt_cache_retention: StrictStr | None = None
+    user: StrictStr | None = Field(default=None, description=IGNORED)
+    store: StrictBool | None = Field(default=None, description=IGNORED)
+    metadata: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    service_tier: StrictStr | None = Field(default=None, description=IGNORED)
+    safety_identifier: StrictStr | None = Field(default=None, description=IGNORED)
+    prompt_cache_key: StrictStr | None = Field(default=None, description=IGNORED)
+    prompt_cache_retention: StrictStr | None = Field(default=None, description=IGNORED)
 
     @field_validator("stop", "stop_sequences", check_fields=False)
     @classmethod
-    def _check_stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+    def _check_stop_strings(cls, stop: str | list[str] | None) -> str | list[str] | None:
         strings = [stop] if isinstance(stop, str) else stop or []
         characters = sum(map(len, strings))
-        if len(strings) > MOST_STOP_STRINGS or characters > MOST_STOP_CHARACTERS:
+        if len(strings) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"it has {len(strings)} strings of {characters} characters in all; give at most {MOST_STOP_STRINGS} of "
-                f"{MOST_STOP_CHARACTERS}"
+                f"it has {len(strings)} strings of {characters} characters in all; "
+                f"give at most {MAX_STOP_STRINGS} of {MAX_STOP_CHARACTERS}"
             )
         return stop
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _count_biases(cls, bias: Any) -> Any:
-        if isinstance(bias, dict) and len(bias) > MOST_BIASES:
-            raise ValueError(f"it has {len(bias)} tokens; give at most {MOST_BIASES}")
+    def _check_number_of_biases(cls, bias: Any) -> Any:
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
+            raise ValueError(f"it has {len(bias)} tokens; give at most {MAX_BIASES}")
         return bias
 
     @field_validator("prompt_logprobs", "logprobs", mode="before", check_fields=False)
     @classmethod
-    def _false_is_none(cls, value: Any) -> Any:  # as in a chat completion
+    def _without_false(cls, value: Any) -> Any:
+        """Chat completions have false for no log-probabilities, so other requests may have it."""
         return None if value is False else value
 
     @field_validator("logit_bias")
     @classmethod
-    def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+    def _check_biases(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token, amount in (bias or {}).items():
             if not (token.isascii() and token.isdigit()) or len(token) > 10:
                 raise ValueError(f"the key {token!r:.40} is not a token id")
@@ -288,39 +364,39 @@ class GenerationRequest(FilterFields):
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerationRequest:
-        if (
-            not self.stream
-            and self.stream_options is not None
-            and any(self.stream_options.model_dump().values())
-        ):
+        options = self.stream_options
+        if not self.stream and options is not None and any(options.model_dump().values()):
             raise ValueError("stream_options is for streams; leave it out, or give stream: true")
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError(
-                "prompt_logprobs come with a whole answer; leave out stream, or give echo and logprobs"
+                "prompt_logprobs come with a whole answer; "
+                "leave out stream, or give echo and logprobs"
             )
-        if self.best_of is not None and self.best_of != self.choices:
-            raise ValueError("best_of is not done here; give n alone")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ValueError("best_of is not done here; give only n")
         return self
 
     @property
-    def top(self) -> int | None:
-        """The number of alternatives to each token in an answer; None for no log-probabilities."""
+    def num_alternatives(self) -> int | None:
+        """The number of alternatives to each token of an answer, from the field
+        `alternatives_field`; None if the request asks for no log-probabilities."""
         raise NotImplementedError
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         """The number of answers to each prompt."""
         return self.n or 1
 
     @property
-    def limit(self) -> int | None:
-        """The most tokens of an answer, if the request limits them."""
+    def token_limit(self) -> int | None:
+        """The largest number of tokens of an answer, if the request limits it."""
         return self.max_tokens
 
     @property
-    def requests(self) -> int:
-        """The number of engine requests that each prompt makes."""
-        return (0 if self.limit == 0 else self.choices) + self.scores_prompt
+    def num_engine_requests(self) -> int:
+        """The number of the engine's requests for each prompt."""
+        answers = 0 if self.token_limit == 0 else self.num_choices
+        return answers + int(self.scores_prompt)
 
     @property
     def scores_prompt(self) -> bool:
@@ -328,63 +404,65 @@ class GenerationRequest(FilterFields):
         return self.prompt_logprobs is not None
 
     @property
-    def usage_in_stream(self) -> tuple[bool, bool]:
-        """Whether a last event counts the tokens, and whether every event does."""
-        options = self.stream_options or StreamOptions()
-        return options.include_usage, options.include_usage and options.continuous_usage_stats
+    def counts_usage(self) -> bool:
+        """Whether a stream ends with an event that counts the tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts_usage_in_each_event(self) -> bool:
+        """Whether every event of a stream counts the tokens so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def sampling_fields(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the request sets, except for stop tokens and seeds."""
-        fields = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
-        fields |= {
-            name: max(fields[name], least) for name, least in _LEAST.items() if name in fields
-        }
-        if self.limit:
-            fields["max_new_tokens"] = self.limit
+        fields: dict[str, Any] = {}
+        for name in _FIELDS_WITH_THE_SAME_NAME:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name in _SMALLEST_VALUES:
+                value = max(value, _SMALLEST_VALUES[name])
+            fields[name] = value
+        if self.token_limit:
+            fields["max_new_tokens"] = self.token_limit
         if self.min_tokens:
             fields["min_new_tokens"] = self.min_tokens
         biases = {
             int(token): float(amount) for token, amount in (self.logit_bias or {}).items() if amount
         }
-        return fields | ({"logit_bias": biases} if biases else {})  # which not every package takes
+        if biases:  # Not every package takes biases.
+            fields["logit_bias"] = biases
+        return fields
 
     def seeds(self) -> list[int]:
-        """A seed for each answer to a prompt: `seed` and its successors, negative seeds counted from the end."""
+        """A seed for each answer to a prompt: `seed` and its successors. A negative seed is counted
+        from the end of the range."""
         first = secrets.randbelow(DRAWN_SEEDS) if self.seed is None else self.seed
-        return [(first + index) % SEEDS for index in range(self.choices)]
+        return [(first + index) % SEEDS for index in range(self.num_choices)]
 
     @cached_property
     def form(self) -> Form | None:
-        """The form that every answer has to follow; None for any text. Raises ApiError if the request has several, or
-        if it asks for tokens after the end of the form."""
+        """The form that every answer has to follow; None for any text.
+
+        Raises:
+            ApiError: the request has several forms, or asks for tokens after the end of the form.
+        """
         form = self._given_form()
+        if form is None:
+            return None
         for name in ("ignore_eos", "min_tokens"):
-            if form is not None and getattr(self, name):
-                text = f"{name} asks for tokens after the end of an answer that follows a schema, a choice or a grammar"
-                raise ApiError(400, f"{text}; leave {name} out", param=name)
+            if getattr(self, name):
+                raise ApiError(
+                    400,
+                    f"{name} asks for tokens after the end of an answer that follows a schema, "
+                    f"a choice or a grammar; leave {name} out",
+                    param=name,
+                )
         return form
 
     def _given_form(self) -> Form | None:
-        wanted, given = (
-            self.response_format,
-            self.structured_outputs or StructuredOutputs.model_validate({}),
-        )
-        forms = [
-            Form(
-                "json_schema", wanted.json_schema.schema_ if wanted and wanted.json_schema else None
-            ),
-            Form("json_schema", self.guided_json),
-            Form("json_schema", given.json_),
-            Form("regex", self.guided_regex),
-            Form("regex", given.regex),
-            Form("choice", self.guided_choice),
-            Form("choice", given.choice),
-            Form("grammar", self.guided_grammar),
-            Form("grammar", given.grammar),
-        ]
-        forms = [form for form in forms if form.value is not None]
-        if given.json_object or (wanted and wanted.type == "json_object"):
-            forms.append(Form("json_schema", {"type": "object"}))
+        forms = self._forms_of_fields()
         if len(forms) > 1:
             raise ApiError(
                 400,
@@ -392,28 +470,63 @@ class GenerationRequest(FilterFields):
             )
         return forms[0] if forms else None
 
+    def _forms_of_fields(self) -> list[Form]:
+        """The form of each field that constrains the answer."""
+        response_format = self.response_format
+        outputs = self.structured_outputs
+        forms = [
+            Form("json_schema", self.guided_json),
+            Form("regex", self.guided_regex),
+            Form("choice", self.guided_choice),
+            Form("grammar", self.guided_grammar),
+        ]
+        if outputs is not None:
+            forms += [
+                Form("json_schema", outputs.json_),
+                Form("regex", outputs.regex),
+                Form("choice", outputs.choice),
+                Form("grammar", outputs.grammar),
+            ]
+        if response_format is not None and response_format.json_schema is not None:
+            forms.append(Form("json_schema", response_format.json_schema.schema_))
+        given = [form for form in forms if form.value is not None]
+        any_object = outputs is not None and outputs.json_object
+        if response_format is not None and response_format.type == "json_object":
+            any_object = True
+        if any_object:
+            given.append(Form("json_schema", {"type": "object"}))
+        return given
+
+
+_PROMPT_REMEDY: Final = (
+    f"give a text, a list of token ids from 0 to {MAX_TOKENS}, or a list of either"
+)
+
 
 def _check_prompt(value: Any) -> Any:
-    """A text or token ids, or several of either. By hand: pydantic takes seconds to try a union on a million ids."""
-    if isinstance(value, list) and len(value) > MOST_PROMPTS and not isinstance(value[0], int):
-        raise ValueError(f"it has {len(value)} prompts; give at most {MOST_PROMPTS} in a request")
-    if (
-        isinstance(value, str)
-        or _are_ids(value)
-        or (isinstance(value, list) and all(map(_are_ids, value)))
-    ):
+    """A text or token ids, or a list of either. pydantic would take seconds to try the types of a
+    union on a million ids."""
+    if isinstance(value, str) or _are_token_ids(value):
         return value
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+    if not isinstance(value, list):
+        raise ValueError(_PROMPT_REMEDY)
+    if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"it has {len(value)} prompts; give at most {MAX_PROMPTS} in a request")
+    if all(map(_are_token_ids, value)) or all(isinstance(item, str) for item in value):
         return value
-    raise ValueError(
-        f"give a text, a list of token ids from 0 to {MOST_TOKENS}, or a list of either"
-    )
+    raise ValueError(_PROMPT_REMEDY)
 
 
-def _are_ids(value: Any) -> bool:
-    if not isinstance(value, list) or {*map(type, value)} - {int}:
+def _are_token_ids(value: Any) -> bool:
+    if not isinstance(value, list):
         return False
-    return not value or (min(value) >= 0 and max(value) <= MOST_TOKENS)
+    if not value:
+        return True
+    if set(map(type, value)) != {int}:
+        return False
+    smallest: int = min(value)
+    largest: int = max(value)
+    return smallest >= 0 and largest <= MAX_TOKENS
 
 
 Prompt = Annotated[
@@ -425,42 +538,67 @@ Prompt = Annotated[
 
 
 class LoadLoraRequest(Body):
-    """`/v1/load_lora_adapter`, with vLLM's fields. lora_name: for requests. lora_path: a folder below the server's
-    `lora_dir`. load_inplace: replace a loaded adapter of that name. base_model_name: the model that it changes, by
-    default the first."""
+    """`/v1/load_lora_adapter`, with vLLM's fields."""
 
     lora_name: StrictStr = Field(
-        min_length=1, max_length=MOST_NAME, pattern=r"^[^\x00-\x1f\x7f,]+$"
+        min_length=1,
+        max_length=MAX_NAME_CHARACTERS,
+        pattern=r"^[^\x00-\x1f\x7f,]+$",
+        description="The name by which requests choose the adapter.",
     )
-    lora_path: StrictStr = Field(min_length=1, max_length=MOST_PATH)
-    load_inplace: StrictBool = False
-    base_model_name: StrictStr | None = None
+    lora_path: StrictStr = Field(
+        min_length=1,
+        max_length=MAX_PATH_CHARACTERS,
+        description="A folder below the server's `lora_dir`.",
+    )
+    load_inplace: StrictBool = Field(
+        default=False, description="Whether to replace a loaded adapter of that name."
+    )
+    base_model_name: StrictStr | None = Field(
+        default=None, description="The model that the adapter changes, by default the first."
+    )
 
 
 class UnloadLoraRequest(Body):
-    """`/v1/unload_lora_adapter`, with vLLM's fields. lora_name: of the adapter. lora_int_id: ignored, as there."""
+    """`/v1/unload_lora_adapter`, with vLLM's fields."""
 
-    lora_name: StrictStr = Field(min_length=1)
-    lora_int_id: StrictInt | None = None
+    lora_name: StrictStr = Field(min_length=1, description="The name of the adapter.")
+    lora_int_id: StrictInt | None = Field(default=None, description="Ignored, as in vLLM.")
 
 
 class CompletionRequest(GenerationRequest):
-    """`/v1/completions`. prompt: a text or token ids, or several of either; "" begins a text. logprobs: return
-    log-probabilities, with this many of the likeliest tokens in each place. echo: the prompt before its continuation,
-    with its log-probabilities if the request asks for `logprobs`. max_tokens: most tokens of an answer, by default 16;
-    0 writes nothing. suffix: only "". add_special_tokens: whether the tokenizer adds its special tokens to a text."""
+    """`/v1/completions`."""
 
+    model_config = config_with_example(prompt="In the beginning", max_tokens=24)
     refusals = COMPLETIONS
-    example = '{"prompt": "In the beginning", "max_tokens": 24}'
-    default_limit = 16  # OpenAI's
-    top_field = "logprobs"
+    default_token_limit = 16  # This is OpenAI's default.
+    alternatives_field = "logprobs"
 
-    prompt: Prompt = ""
-    max_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_TOKENS)] | None = None
-    logprobs: Annotated[StrictInt, Field(ge=0)] | None = None
-    echo: StrictBool = False
-    suffix: StrictStr | None = None
-    add_special_tokens: StrictBool = True
+    prompt: Prompt = Field(
+        default="", description='A text or token ids, or a list of either. "" begins a text.'
+    )
+    max_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        default=None,
+        description="The largest number of tokens of an answer, by default 16; 0 writes nothing.",
+    )
+    logprobs: Annotated[StrictInt, Field(ge=0)] | None = Field(
+        default=None,
+        description=(
+            "The number of the likeliest tokens to return in each place of the answer, with "
+            "log-probabilities; 0 returns only the log-probability of the sampled token."
+        ),
+    )
+    echo: StrictBool = Field(
+        default=False,
+        description=(
+            "Whether to return the prompt before its continuation, with its log-probabilities if "
+            "the request asks for `logprobs`."
+        ),
+    )
+    suffix: StrictStr | None = Field(default=None, description='Only "".')
+    add_special_tokens: StrictBool = Field(
+        default=True, description="Whether the tokenizer adds its special tokens to a text."
+    )
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -473,7 +611,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
-    def top(self) -> int | None:
+    def num_alternatives(self) -> int | None:
         return self.logprobs
 
     @property
@@ -482,6 +620,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several.
+
+        Raises:
+            ValueError: the request has an empty list of prompts.
+        """
         prompt: Any = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]

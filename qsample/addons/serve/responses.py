@@ -21,6 +21,11 @@ from pydantic import (
 
 from qsample.addons.serve.answers import NamedEvents
 from qsample.addons.serve.chats import (
+    PARALLEL_CALLS_DESCRIPTION,
+    TEMPLATE_DESCRIPTION,
+    TEMPLATE_KWARGS_DESCRIPTION,
+    TOOLS_DESCRIPTION,
+    TOP_LOGPROBS_DESCRIPTION,
     ChatCompletionRequest,
     Function,
     NamedFunction,
@@ -33,7 +38,15 @@ from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.parsers import ToolCalls
 from qsample.addons.serve.refusals import RESPONSES
-from qsample.addons.serve.requests import Body, Count, GenerationRequest, JsonSchema, ResponseFormat
+from qsample.addons.serve.requests import (
+    IGNORED,
+    Body,
+    Count,
+    GenerationRequest,
+    JsonSchema,
+    ResponseFormat,
+    config_with_example,
+)
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, RequestOutput
 
@@ -46,6 +59,8 @@ _TEXTS: Final = {
     "refusal": "refusal",
 }  # part → its field
 
+_RETURNED: Final = "Returned with the answer, and not used."
+
 
 def _only_functions(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") != "function":
@@ -57,42 +72,46 @@ def _only_functions(tool: Any) -> Any:
 
 
 class FunctionTool(Function):
-    """A function that the model may call, in one object. type: "function"."""
+    """A function that the model may call, in one object."""
 
-    type: Literal["function"]
+    type: Literal["function"] = Field(description='"function".')
 
 
 class NamedFunctionTool(NamedFunction):
-    """The function that has to be called. type: "function"."""
+    """The function that has to be called."""
 
-    type: Literal["function"]
+    type: Literal["function"] = Field(description='"function".')
 
 
 class TextFormat(Body):
-    """The form of an answer, in one object. type: any text, a JSON object, or JSON that follows a schema. name,
-    description, strict: returned and not used. schema: always followed."""
+    """The form of an answer, in one object."""
 
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: StrictStr = "response"
-    description: StrictStr | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: StrictBool | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        default="text", description="Any text, a JSON object, or JSON that follows a schema."
+    )
+    name: StrictStr = Field(default="response", description=_RETURNED)
+    description: StrictStr | None = Field(default=None, description=_RETURNED)
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="The schema. Answers always follow it."
+    )
+    strict: StrictBool | None = Field(default=None, description=_RETURNED)
 
 
 class TextOptions(Body):
-    """How the text is written. format: its form. verbosity: ignored."""
+    """How the text is written."""
 
-    format: TextFormat | None = None
-    verbosity: StrictStr | None = None
+    format: TextFormat | None = Field(default=None, description="The form of the text.")
+    verbosity: StrictStr | None = Field(default=None, description=IGNORED)
 
 
 class Reasoning(Body):
-    """Thoughts come whole, if the server splits them off the answer. effort: for chat templates that read it. summary,
-    generate_summary: only "auto"."""
+    """Thoughts come whole, if the server splits them off the answer."""
 
-    effort: StrictStr | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    effort: StrictStr | None = Field(
+        default=None, description="The effort, for chat templates that read it."
+    )
+    summary: Literal["auto"] | None = Field(default=None, description='Only "auto".')
+    generate_summary: Literal["auto"] | None = Field(default=None, description='Only "auto".')
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
@@ -198,36 +217,45 @@ _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content
 
 
 class ResponsesRequest(GenerationRequest):
-    """`/v1/responses`. Fields of vLLM's and llama.cpp's requests are as in chats. input: a text, or messages, calls of
-    functions and their results, in order. instructions: a system prompt in front of it. max_output_tokens: most tokens
-    of the answer. text: how it is written. tools: functions that the model may call. tool_choice: "none", "auto",
-    "required", or the function to call. parallel_tool_calls: whether an answer may have several calls. include: what to
-    return besides. top_logprobs: number of the likeliest tokens in each place. reasoning: how to think. chat_template:
-    a template of the package by name, or if the server allows it, a Jinja template. chat_template_kwargs: further
-    variables of the template. metadata: returned. prompt_cache_options: ignored."""
+    """`/v1/responses`. Fields of vLLM's and llama.cpp's requests are as in chats."""
 
+    model_config = config_with_example(input="In the beginning", max_output_tokens=24)
     refusals = RESPONSES
-    example = '{"input": "In the beginning", "max_output_tokens": 24}'
 
     input: Annotated[
         list[dict[str, Any]],
         PlainValidator(_messages_of, json_schema_input_type=str | list[dict[str, Any]]),
-    ]
-    instructions: StrictStr | None = None
-    max_output_tokens: Count | None = None
-    text: TextOptions | None = None
-    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = None
+    ] = Field(description="A text, or messages, calls of functions and their results, in order.")
+    instructions: StrictStr | None = Field(
+        default=None, description="A system prompt in front of the input."
+    )
+    max_output_tokens: Count | None = Field(
+        default=None, description="The largest number of tokens of the answer."
+    )
+    text: TextOptions | None = Field(default=None, description="How the text is written.")
+    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = Field(
+        default=None, description=TOOLS_DESCRIPTION
+    )
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool | None,
         BeforeValidator(_only_functions),
-    ] = None
-    parallel_tool_calls: StrictBool | None = None
-    include: Annotated[list[_Included], Field(fail_fast=True)] | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    reasoning: Reasoning | None = None
-    chat_template: StrictStr | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    ] = Field(default=None, description='"none", "auto", "required", or the function to call.')
+    parallel_tool_calls: StrictBool | None = Field(
+        default=None, description=PARALLEL_CALLS_DESCRIPTION
+    )
+    include: Annotated[list[_Included], Field(fail_fast=True)] | None = Field(
+        default=None, description="What to return besides the answer."
+    )
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = Field(
+        default=None, description=TOP_LOGPROBS_DESCRIPTION
+    )
+    reasoning: Reasoning | None = Field(default=None, description="How the model thinks.")
+    chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description=TEMPLATE_KWARGS_DESCRIPTION
+    )
+    metadata: dict[str, Any] | None = Field(default=None, description="Returned with the answer.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=IGNORED)
 
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:

@@ -42,7 +42,7 @@ class Play:
     ) -> Answers:
         choices: list[Choice] = []
         for prompt in prompts:
-            for index in range(len(choices), len(choices) + self.body.choices):
+            for index in range(len(choices), len(choices) + self.body.num_choices):
                 if isinstance(self.body, ChatCompletionRequest):
                     choices.append(ChatChoice(index, self.model, self.body, prompt))
                 else:

@@ -31,14 +31,22 @@ def test_lists_end_with_their_first_error(name: str) -> None:
 
 def test_what_is_right() -> None:
     plain = chat(top_logprobs=0)
-    assert (plain.limit, plain.offers_tools, plain.demands_calls, plain.demanded_function) == (
+    assert (
+        plain.token_limit,
+        plain.offers_tools,
+        plain.demands_calls,
+        plain.demanded_function,
+    ) == (
         None,
         False,
         False,
         None,
     )
     assert (plain.include_reasoning, plain.tool_parameters, plain.form) == (True, {}, None)
-    assert (chat(max_tokens=1).limit, chat(max_tokens=4, max_completion_tokens=1).limit) == (1, 1)
+    assert (
+        chat(max_tokens=1).token_limit,
+        chat(max_tokens=4, max_completion_tokens=1).token_limit,
+    ) == (1, 1)
     assert chat(top_logprobs=20, logprobs=True).top_logprobs == 20
     tools = [
         {"function": {"name": "aZ_.-9" + "a" * 58}},

@@ -10,18 +10,18 @@ import pytest
 
 from qsample.addons.serve import ServeSettings, make_app
 from qsample.addons.serve.documents import (
-    COMPLETION,
-    ERROR,
-    HEALTH,
-    MESSAGE,
-    MESSAGE_ERROR,
-    MODEL,
-    MODELS,
-    RESPONSE,
-    TEXT,
-    TOKEN_COUNT,
-    TOKENS,
-    VERSION,
+    Completion,
+    Error,
+    Health,
+    Message,
+    MessageError,
+    Model,
+    Models,
+    Response,
+    Text,
+    TokenCount,
+    Tokens,
+    Version,
 )
 from qsample.request.sampling_params import HELP
 from tests.helpers.servers import ServerProcess
@@ -130,27 +130,27 @@ def test_answers_have_the_described_fields(server: ServerProcess) -> None:
     message = {"messages": SAID, "max_tokens": 4}
     for kind, path, body in (
         (
-            COMPLETION,
+            Completion,
             "/v1/completions",
             {"prompt": "In the", "max_tokens": 4, "logprobs": 2, "echo": True},
         ),
-        (COMPLETION, "/v1/chat/completions", chat),
-        (COMPLETION, "/v1/chat/completions", {**message, "prompt_logprobs": 1}),
-        (COMPLETION, "/v1/chat/completions", tools),
-        (RESPONSE, "/v1/responses", {"input": "In the", "max_output_tokens": 4}),
-        (MESSAGE, "/v1/messages", message),
-        (TOKEN_COUNT, "/v1/messages/count_tokens", {"messages": SAID}),
-        (TOKENS, "/tokenize", {"prompt": "In the", "return_token_strs": True}),
-        (TOKENS, "/tokenize", {"messages": SAID}),
-        (TEXT, "/detokenize", {"tokens": [5, 6]}),
+        (Completion, "/v1/chat/completions", chat),
+        (Completion, "/v1/chat/completions", {**message, "prompt_logprobs": 1}),
+        (Completion, "/v1/chat/completions", tools),
+        (Response, "/v1/responses", {"input": "In the", "max_output_tokens": 4}),
+        (Message, "/v1/messages", message),
+        (TokenCount, "/v1/messages/count_tokens", {"messages": SAID}),
+        (Tokens, "/tokenize", {"prompt": "In the", "return_token_strs": True}),
+        (Tokens, "/tokenize", {"messages": SAID}),
+        (Text, "/detokenize", {"tokens": [5, 6]}),
     ):
         answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         kind.model_validate(answer.json(), strict=True)  # which takes no other field
     for kind, path in (
-        (HEALTH, "/health"), (VERSION, "/version"), (MODELS, "/v1/models"), (MODEL, "/v1/models/tiny"),
-        (ERROR, "/v1/models/none"), (MESSAGE_ERROR, "/v1/messages/none"),
+        (Health, "/health"), (Version, "/version"), (Models, "/v1/models"), (Model, "/v1/models/tiny"),
+        (Error, "/v1/models/none"), (MessageError, "/v1/messages/none"),
     ):  # fmt: skip
         kind.model_validate(client.get(path).json(), strict=True)
     with pytest.raises(ValueError, match="Extra inputs"):
-        VERSION.model_validate({"version": "1", "other": 2})
+        Version.model_validate({"version": "1", "other": 2})

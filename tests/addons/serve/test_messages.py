@@ -313,7 +313,7 @@ def test_blocks_become_messages() -> None:
 
 def test_a_request_is_a_chat() -> None:
     bare = request().chat
-    assert (bare.limit, bare.stop, bare.tools, bare.tool_choice, bare.form, bare.include_reasoning) == (
+    assert (bare.token_limit, bare.stop, bare.tools, bare.tool_choice, bare.form, bare.include_reasoning) == (
         9, None, None, None, None, True,
     )  # fmt: skip
     assert bare.template_options() == ChatOptions()

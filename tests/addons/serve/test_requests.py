@@ -149,16 +149,23 @@ def test_fields_that_agree() -> None:
     completion(**{f"k{n}": None for n in range(256)})
     completion(stream=True, logprobs=0, echo=True)
     completion(max_tokens=0, min_tokens=0)
-    assert completion(n=2, best_of=2).choices == 2
-    for options, told in (
+    assert completion(n=2, best_of=2).num_choices == 2
+    for options, expected in (
         (None, (False, False)),
         ({"include_usage": True}, (True, False)),
         ({"continuous_usage_stats": True}, (False, False)),
         ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
     ):
-        assert completion(stream=True, stream_options=options).usage_in_stream == told
+        made = completion(stream=True, stream_options=options)
+        assert (made.counts_usage, made.counts_usage_in_each_event) == expected
     plain = completion()
-    assert (plain.choices, plain.limit, plain.requests, plain.scores_prompt, plain.prompts) == (
+    assert (
+        plain.num_choices,
+        plain.token_limit,
+        plain.num_engine_requests,
+        plain.scores_prompt,
+        plain.prompts,
+    ) == (
         1,
         None,
         1,
@@ -171,7 +178,12 @@ def test_fields_that_agree() -> None:
         0,
         False,
     )
-    assert (plain.add_special_tokens, plain.default_limit, plain.form, plain.sampling_fields()) == (
+    assert (
+        plain.add_special_tokens,
+        plain.default_token_limit,
+        plain.form,
+        plain.sampling_fields(),
+    ) == (
         True,
         16,
         None,
@@ -186,7 +198,7 @@ def test_fields_that_agree() -> None:
         ({"max_tokens": 0, "n": 2}, False, 0),
     ):
         made = completion(**fields)
-        assert (made.scores_prompt, made.requests) == (scores, requests)
+        assert (made.scores_prompt, made.num_engine_requests) == (scores, requests)
     for prompt, prompts in (
         ("x", ["x"]),
         ([5], [[5]]),

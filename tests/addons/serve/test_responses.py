@@ -274,7 +274,12 @@ def test_a_request_is_a_chat() -> None:
         False,
         None,
     )
-    assert (chat.limit, chat.top_logprobs, chat.parallel_tool_calls, chat.template_options()) == (
+    assert (
+        chat.token_limit,
+        chat.top_logprobs,
+        chat.parallel_tool_calls,
+        chat.template_options(),
+    ) == (
         None,
         None,
         None,
@@ -308,7 +313,7 @@ def test_a_request_is_a_chat() -> None:
     }  # fmt: skip
     assert whole.described(params) == described | given | changes
     chat = whole.chat
-    assert (chat.limit, chat.logprobs, chat.top_logprobs, chat.parallel_tool_calls) == (
+    assert (chat.token_limit, chat.logprobs, chat.top_logprobs, chat.parallel_tool_calls) == (
         7,
         True,
         3,
