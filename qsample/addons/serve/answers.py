@@ -24,7 +24,7 @@ from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
 from qsample.runtime.sequence import NO_DRAFTS
 
-_WORD_BITS: Final = 32  # of a mask
+_MASK_WORD_BITS: Final = 32
 
 
 class Answers:
@@ -46,15 +46,15 @@ class Answers:
             "created": int(time.time()),
             "model": model.name,
         }
-        # The beginning of each event, encoded once; and fields of the first event.
+        # All events begin alike, so the beginning is encoded once.
         self._beginning = json_bytes({**self._head, "object": choices[0].chunk}).removesuffix(b"}")
-        self._outer: Event = {}
+        self._fields_of_next_event: Event = {}
         self._counts_usage = body.counts_usage
         self._counts_usage_in_each_event = body.counts_usage_in_each_event
         self._requests: list[Request] = []
-        self._scoring: list[Request] = []  # of each prompt with at least two tokens
+        self._scoring_requests: list[Request] = []
         self._prompts: Sequence[Sequence[int]] = ()
-        self._sampled = 0  # tokens of the events so far
+        self._num_tokens_in_events = 0
 
     async def start(
         self,
@@ -65,149 +65,196 @@ class Answers:
         prediction: Sequence[int] | None = None,
         images: Sequence[ProcessedImage] = (),
     ) -> None:
-        """Give the prompts to the engine, all or none; they have passed the model's `check_count` and `check_room`.
+        """Give the prompts to the engine, all or none.
 
-        Every answer gets `params` and, if there is a `make_guide`, a guide. It takes at most `max_time` seconds, and is
-        expected to have the tokens of `prediction`. images: of a single prompt, with their features. Raises ApiError,
-        QueueFullError or ValueError.
+        Args:
+            prompts: the token ids of each prompt. They have passed the model's `check_count` and
+                `check_room`.
+            params: the sampling parameters of every answer.
+            make_guide: makes the guide of an answer, if the answers have a form.
+            max_time: the seconds that an answer may take.
+            prediction: the tokens that an answer is expected to have.
+            images: the images of a single prompt, with their features.
+
+        Raises:
+            ApiError: the engine cannot answer the request.
+            QueueFullError: too few places are free.
+            ValueError: an argument is wrong.
         """
-        body, model = self._body, self._model
+        body = self._body
+        model = self._model
         self._prompts = prompts
-        rows = [
-            prompt for prompt in prompts for _ in range(body.num_choices) if body.token_limit != 0
-        ]
-        guides = [None if make_guide is None else await make_guide() for _ in rows]
-        # Without a given seed, each prompt gets another.
-        seeds = [seed for _ in prompts for seed in body.seeds()]
+        answered = () if body.token_limit == 0 else prompts
         scored = [prompt for prompt in prompts if body.scores_prompt and len(prompt) > 1]
-        # Otherwise some would be added and cancelled, and occupy places meanwhile.
-        model.check_places(len(rows) + len(scored))
+        num_answers = len(answered) * body.num_choices
+        guides: list[GrammarGuide | None] = []
+        for _ in range(num_answers):
+            guides.append(None if make_guide is None else await make_guide())
+        # Otherwise, some requests would be added and cancelled, and take places meanwhile.
+        model.check_places(num_answers + len(scored))
         options: dict[str, Any] = {"priority": body.priority, "max_time": max_time}
-        ranked = [spec.name for spec in model.interface.token_outputs if spec is not PROBS]
-        wanted = (
-            ranked
-            if body.num_alternatives
-            else []
-            if body.num_alternatives is None
-            else [LOGPROBS.name]
-        )
+        answer_options = {
+            **options,
+            "outputs": self._outputs_of_answers(),
+            "stop_strings": body.stop,
+        }
+        if prediction is not None:
+            answer_options["prediction"] = prediction
+        if images:
+            answer_options["images"] = list(images)
         try:
             for prompt in scored:
-                guide = ForcedTokens(prompt[1:])
-                self._scoring.append(
+                self._scoring_requests.append(
                     model.add(
                         prompt[:1],
-                        scoring_params(len(prompt)),
-                        allowed_tokens=guide,
-                        outputs=ranked,
+                        _scoring_params(len(prompt)),
+                        allowed_tokens=ForcedTokens(prompt[1:]),
+                        outputs=self._logprob_outputs(),
                         **options,
                     )
                 )
-            options |= {"outputs": wanted, "stop_strings": body.stop} | (
-                {} if prediction is None else {"prediction": prediction}
-            )
-            if images:
-                options["images"] = list(images)
-            for row, seed, own in zip(rows, seeds, guides, strict=False):
-                self._requests.append(
-                    model.add(row, params, seed=seed, allowed_tokens=own, **options)
-                )
+            for prompt in answered:
+                # If the request has no seed, each prompt gets other seeds.
+                for seed in body.seeds():
+                    guide = guides[len(self._requests)]
+                    self._requests.append(
+                        model.add(prompt, params, seed=seed, allowed_tokens=guide, **answer_options)
+                    )
         except BaseException:
             self.cancel()
             raise
         for request in self._requests:
             self._metrics.follow(model.base, request)
-        for request in self._scoring:
+        for request in self._scoring_requests:
             self._metrics.follow_scoring(model.base, request)
 
+    def _logprob_outputs(self) -> list[str]:
+        """The names of the package's outputs with log-probabilities."""
+        return [spec.name for spec in self._model.interface.token_outputs if spec is not PROBS]
+
+    def _outputs_of_answers(self) -> list[str]:
+        """The names of the package's outputs that the answers show."""
+        if self._body.num_alternatives is None:
+            return []
+        if self._body.num_alternatives == 0:
+            return [LOGPROBS.name]
+        return self._logprob_outputs()
+
     async def whole(self) -> dict[str, Any]:
-        """The finished answers. Raises ApiError if an answer failed."""
+        """The finished answers.
+
+        Raises:
+            ApiError: an answer failed.
+        """
         try:
             await self._score()
-            outputs = [
-                _checked(await request) for request in self._requests
-            ] or self._empty_outputs()
+            outputs = [_checked(await request) for request in self._requests]
         except BaseException:
             self.cancel()
             raise
-        return self._document(outputs)
+        return self._document(outputs or self._empty_outputs())
 
     def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [
             choice.whole(output) for choice, output in zip(self._choices, outputs, strict=True)
         ]
         first = self._choices[0]
-        head = {**self._head, "object": first.kind, **first.outer()}
-        return {**head, "choices": choices, "usage": self._usage(outputs)}
+        return {
+            **self._head,
+            "object": first.kind,
+            **first.outer(),
+            "choices": choices,
+            "usage": self._usage(outputs),
+        }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events, each a part of an answer, then [DONE]; an error is an event, too. A slow reader delays no
-        other request: its events wait here, and its requests leave their slots."""
+        """Server-sent events, each a part of an answer, and [DONE] at the end. An error is an event
+        also.
+
+        A slow reader delays no other request: its events wait here, and its requests leave their
+        slots.
+        """
         try:
             await self._score()
-            self._outer = self._choices[0].outer()
-            for choice in self._choices:
-                for event in choice.start():
-                    yield self._event(event)
-            if not self._requests:
-                for choice, output in zip(self._choices, self._empty_outputs(), strict=True):
-                    for event in choice.end(output):
-                        yield self._event(event)
+            self._fields_of_next_event = self._choices[0].outer()
+            for event in self._first_events():
+                yield self._encode(event)
             async for index, delta in _merged(self._requests):
-                choice = self._choices[index]
-                if delta is None:
-                    events = choice.end(_checked(self._requests[index].result(0)))
-                else:
-                    self._sampled += len(delta.token_ids)
-                    events = choice.piece(delta)
-                for event in events:
-                    yield self._event(event)
+                for event in self._events_of(index, delta):
+                    yield self._encode(event)
             if self._counts_usage:
-                outputs = [request.result(0) for request in self._requests] or self._empty_outputs()
-                yield self._event(None, self._usage(outputs))
+                outputs = [request.result(0) for request in self._requests]
+                yield self._encode_usage(self._usage(outputs or self._empty_outputs()))
         except Exception as error:
             self.cancel()
-            yield self._failed(logged_api_error(error))
-        yield self._last()
+            yield self._encode_error(logged_api_error(error))
+        yield self._end_of_stream()
 
-    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
-        """An event of a choice, or with `usage`, the event behind all of them."""
-        choices = [] if event is None else [event]
-        document = {**self._outer, "choices": choices}
-        self._outer = {}
-        if self._counts_usage:
-            if usage is None and self._counts_usage_in_each_event:
-                prompts = sum(
-                    request.prompt_tokens for request in self._requests[:: self._body.num_choices]
-                )
-                usage = _total(prompts, self._sampled)
-            document["usage"] = usage
+    def _first_events(self) -> list[Event]:
+        """The events before the first token, or all events of answers without tokens."""
+        events: list[Event] = []
+        for choice in self._choices:
+            events += choice.start()
+        if not self._requests:
+            for choice, output in zip(self._choices, self._empty_outputs(), strict=True):
+                events += choice.end(output)
+        return events
+
+    def _events_of(self, index: int, delta: Delta | None) -> list[Event]:
+        """The events of a delta of the answer `index`, or of its end."""
+        choice = self._choices[index]
+        if delta is None:
+            return choice.end(_checked(self._requests[index].result(0)))
+        self._num_tokens_in_events += len(delta.token_ids)
+        return choice.piece(delta)
+
+    def _encode(self, event: Event) -> bytes:
+        """An event of a choice as a server-sent event."""
+        document = {**self._fields_of_next_event, "choices": [event]}
+        self._fields_of_next_event = {}
+        if self._counts_usage_in_each_event:
+            firsts = self._requests[:: self._body.num_choices]
+            prompt_tokens = sum(request.prompt_tokens for request in firsts)
+            document["usage"] = _token_counts(prompt_tokens, self._num_tokens_in_events)
+        elif self._counts_usage:
+            document["usage"] = None
+        return self._encode_document(document)
+
+    def _encode_usage(self, usage: dict[str, Any]) -> bytes:
+        """The server-sent event with the counts of all tokens."""
+        return self._encode_document({"choices": [], "usage": usage})
+
+    def _encode_document(self, document: dict[str, Any]) -> bytes:
         return b"data: " + self._beginning + b"," + json_bytes(document)[1:] + b"\n\n"
 
-    def _failed(self, error: ApiError) -> bytes:
-        """The event of an error."""
+    def _encode_error(self, error: ApiError) -> bytes:
         return b"data: " + json_bytes(error.body()) + b"\n\n"
 
-    def _last(self) -> bytes:
-        """The event after the last."""
+    def _end_of_stream(self) -> bytes:
         return b"data: [DONE]\n\n"
 
     async def _score(self) -> None:
         """Give the choices the scores of their prompts, if the request asks for them."""
-        left, count = iter(self._scoring), self._body.num_choices
-        for number, prompt in enumerate(self._prompts if self._body.scores_prompt else ()):
-            output = _checked(await next(left)) if len(prompt) > 1 else None
-            if output is not None and output.finish_reason == "time":
-                raise ApiError(
-                    504,
-                    "the prompt was not scored in the time that an answer may take",
-                    code="timeout",
-                )
-            for choice in self._choices[number * count : (number + 1) * count]:
-                choice.scores = PromptScores(prompt, {} if output is None else output.outputs)
+        if not self._body.scores_prompt:
+            return
+        scoring_requests = iter(self._scoring_requests)
+        num_choices = self._body.num_choices
+        for index, prompt in enumerate(self._prompts):
+            scores = PromptScores(prompt, {})
+            if len(prompt) > 1:
+                output = _checked(await next(scoring_requests))
+                if output.finish_reason == "time":
+                    raise ApiError(
+                        504,
+                        "the prompt was not scored in the time that an answer may take",
+                        code="timeout",
+                    )
+                scores = PromptScores(prompt, output.outputs)
+            for choice in self._choices[index * num_choices : (index + 1) * num_choices]:
+                choice.scores = scores
 
     def _empty_outputs(self) -> list[RequestOutput]:
-        """Answers of no tokens, without the engine."""
+        """Answers without tokens, which need no engine."""
         timing = RequestTiming(None, None, 0.0)
         return [
             RequestOutput([], "", "length", None, 0, Usage(len(prompt), 0, 0), timing, {})
@@ -216,14 +263,13 @@ class Answers:
         ]
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        firsts = outputs[
-            :: self._body.num_choices
-        ]  # a prompt is counted once, however many answers it has
+        # A prompt is counted once, however many answers it has.
+        firsts = outputs[:: self._body.num_choices]
         prompt = sum(output.usage.prompt_tokens for output in firsts)
         completion = sum(output.usage.completion_tokens for output in outputs)
         cached = sum(output.usage.cached_tokens for output in firsts)
         usage: dict[str, Any] = {
-            **_total(prompt, completion),
+            **_token_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if self._model.interface.features.num_speculative_tokens:
@@ -236,31 +282,35 @@ class Answers:
 
     def cancel(self) -> None:
         """End the answers with the text that they have."""
-        for request in (*self._requests, *self._scoring):
+        for request in self._requests:
+            request.cancel()
+        for request in self._scoring_requests:
             request.cancel()
 
 
 class NamedEvents(Answers):
-    """An answer of a single choice that makes the whole document, and events with their types as names."""
+    """An answer whose single choice makes the whole document, and events with their types as
+    names."""
 
     def _document(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return self._choices[0].whole(outputs[0])
 
-    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
-        if event is None:
-            return b""  # the last event has the usage
+    def _encode(self, event: Event) -> bytes:
         return f"event: {event['type']}\ndata: ".encode() + json_bytes(event) + b"\n\n"
 
-    def _failed(self, error: ApiError) -> bytes:
-        return b"".join(map(self._event, self._choices[0].failed(error)))
+    def _encode_usage(self, usage: dict[str, Any]) -> bytes:
+        return b""  # The choice's last event has the usage.
 
-    def _last(self) -> bytes:
-        return b""  # the event before says that it is the last
+    def _encode_error(self, error: ApiError) -> bytes:
+        return b"".join(map(self._encode, self._choices[0].failed(error)))
+
+    def _end_of_stream(self) -> bytes:
+        return b""  # The choice's last event says that it is the last.
 
 
 async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta | None]]:
-    """The requests' deltas as they come, with the request's index; None at the end of each. Raises the exception of the
-    first request that fails."""
+    """The requests' deltas as they come, with the request's index, and None at the end of each
+    request. Raises the exception of the first request that fails."""
     if len(requests) == 1:
         async for delta in requests[0]:
             yield 0, delta
@@ -277,13 +327,14 @@ async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta
             queue.put_nowait((index, error))
 
     readers = [asyncio.create_task(read(index, request)) for index, request in enumerate(requests)]
+    num_running = len(readers)
     try:
-        left = len(readers)
-        while left:
+        while num_running:
             index, item = await queue.get()
             if isinstance(item, BaseException):
                 raise item
-            left -= item is None
+            if item is None:
+                num_running -= 1
             yield index, item
     finally:
         for reader in readers:
@@ -291,21 +342,20 @@ async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta
 
 
 def _checked(output: RequestOutput) -> RequestOutput:
-    """Raise ApiError for a failed answer."""
+    """The output of an answer that did not fail. Raises ApiError for other answers."""
     if output.finish_reason == "invalid":
         raise ApiError(
             500,
             "the model gave NaN or infinite logits, or no token was allowed",
             code="invalid_logits",
         )
-    if (
-        output.finish_reason == "cancelled"
-    ):  # by the end of its engine: a client that left reads no answer
+    # A client that left reads no answer, so this answer was cancelled by the end of its engine.
+    if output.finish_reason == "cancelled":
         raise ApiError(503, "the server is shutting down; try again", code="server_shutdown")
     return output
 
 
-def _total(prompt: int, completion: int) -> dict[str, int]:
+def _token_counts(prompt: int, completion: int) -> dict[str, int]:
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -313,25 +363,33 @@ def _total(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-def scoring_params(tokens: int) -> SamplingParams:
-    """For a request that scores a prompt of `tokens` tokens, at least 2. A stop token in it ends nothing."""
-    return SamplingParams(temperature=0.0, max_new_tokens=tokens - 1, eos_token_id=())
+def _scoring_params(num_tokens: int) -> SamplingParams:
+    """The parameters of a request that scores a prompt of at least 2 tokens. A stop token in the
+    prompt ends nothing."""
+    return SamplingParams(temperature=0.0, max_new_tokens=num_tokens - 1, eos_token_id=())
 
 
 class ForcedTokens:
-    """The `allowed_tokens` of a request that has to sample given tokens: for the log-probabilities of a prompt.
+    """The `allowed_tokens` of a request that has to sample given tokens, for the log-probabilities
+    of a prompt.
 
-    A graph returns the log-probability of the tokens that it samples, as the model has it, before any mask. A request
-    begins with the prompt's first token, and each mask allows only the prompt's next token. That takes a step for each
-    token, in a slot like any other, and works on every device. It changes no other request, the answer to the same
-    prompt included.
+    A graph returns the log-probability of the tokens that it samples, as the model has it, before
+    any mask. A request begins with the prompt's first token, and each mask allows only the prompt's
+    next token. That takes a step for each token, in a slot like any other, and works on every
+    device. It changes no other request, and not the answer to the same prompt either.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._left = iter(tokens)
+        self._remaining = iter(tokens)
 
     def __call__(self, step: Step | None, mask: Array) -> None:
-        """Allow the next token alone; mask: [1, W] int32."""
-        token = next(self._left)
+        """Allow only the next token.
+
+        Args:
+            step: the last step. It is not used.
+            mask: [1, W] int32, the mask to write. Bit i of word w allows the token 32 w + i.
+        """
+        token = next(self._remaining)
         mask[:] = 0
-        mask[0, token // _WORD_BITS] = np.uint32(1 << token % _WORD_BITS).astype(np.int32)
+        bit = np.uint32(1 << token % _MASK_WORD_BITS)
+        mask[0, token // _MASK_WORD_BITS] = bit.astype(np.int32)

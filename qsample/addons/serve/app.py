@@ -116,7 +116,7 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
     app.router.route_class = JsonRoute
     server.add_routes(app)
     add_error_handlers(app)
-    app.add_middleware(BodyLimit, most=server.most_body)
+    app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_hosts and "*" not in settings.allowed_hosts:
@@ -158,7 +158,7 @@ class _Server:
         # Decoding takes memory, vision.onnx all cores: the others wait, and the event loop goes on.
         self._seeing = ThreadPoolExecutor(_SEEN_AT_ONCE, thread_name_prefix="qsample-images")
 
-    def most_body(self) -> int:
+    def max_body_bytes(self) -> int:
         """Bytes of a request."""
         return self._settings.most_body(
             images=any(model.reads_images for model in self.models or ())

@@ -458,47 +458,56 @@ def _shown(text: str) -> str:
 
 
 class BodyLimit:
-    """Refuses bodies of more than `most` bytes: before they are read if their length is announced, otherwise while they
-    come; and any body while the bodies in memory are too large together."""
+    """Refuses bodies that are too large: before they are read if their length is announced,
+    otherwise while they come. It refuses any body while the bodies in memory are too large
+    together."""
 
-    def __init__(self, app: ASGIApp, most: Callable[[], int]) -> None:
-        """most: returns the bytes of a body."""
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[], int]) -> None:
+        """max_bytes: a function that returns the largest size of a body."""
         self._app = app
-        self._most = most
-        self._held = 0
+        self._max_bytes = max_bytes
+        self._bytes_in_memory = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        max_bytes = self._max_bytes()
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._most():
-            await self._error()(scope, receive, send)
+        if length.isdigit() and int(length) > max_bytes:
+            await _body_too_large(max_bytes)(scope, receive, send)
             return
-        read, most = 0, self._most()
-        held = max(min(most, _TEXT_BODY) * _BODIES_AT_ONCE, most * _LONG_AT_ONCE)
+        max_bytes_in_memory = max(
+            min(max_bytes, _TEXT_BODY) * _BODIES_AT_ONCE, max_bytes * _LONG_AT_ONCE
+        )
+        received_bytes = 0
 
-        async def counted() -> Message:
-            nonlocal read
+        async def receive_within_limits() -> Message:
+            nonlocal received_bytes
             message = await receive()
             size = len(message.get("body", b""))
-            read += size
-            self._held += size
-            if read > most:
-                raise self._error()
-            if self._held > held:
-                text = "the server holds as many long requests as it can; try again later"
-                raise ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
+            received_bytes += size
+            self._bytes_in_memory += size
+            if received_bytes > max_bytes:
+                raise _body_too_large(max_bytes)
+            if self._bytes_in_memory > max_bytes_in_memory:
+                raise ApiError(
+                    429,
+                    "the server holds as many long requests as it can; try again later",
+                    code="rate_limit_exceeded",
+                    headers=_RETRY_AFTER,
+                )
             return message
 
         try:
-            await self._app(scope, counted, send)
+            await self._app(scope, receive_within_limits, send)
         finally:
-            self._held -= read
+            self._bytes_in_memory -= received_bytes
 
-    def _error(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body has more than {self._most()} bytes, this server's limit",
-            code="request_too_large",
-        )
+
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body has more than {max_bytes} bytes, this server's limit",
+        code="request_too_large",
+    )

@@ -115,7 +115,7 @@ class Reasoning(Body):
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
-    """An input's items as messages of a chat."""
+    """The items of an input as messages of a chat."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -125,48 +125,70 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
     for place, item in enumerate(value):
         if not isinstance(item, dict):
             raise ValueError(f"item {place} is not an object")
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            thoughts = "".join(
-                _text_of(part, place, {"reasoning_text": "text"})
-                for part in item.get("content") or ()
-            )
+        if item.get("type") == "reasoning":
+            thoughts = _thoughts_of(item, place)
             continue
-        if kind == "message":
-            if item.get("role") not in _ROLES:
-                raise ValueError(f"item {place} has no role; give {', '.join(_ROLES)}")
-            messages.append(
-                {"role": item["role"], "content": _content_of(item.get("content"), place)}
-            )
-        elif kind == "function_call":
-            last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-            if last is None:
-                messages.append(last := {"role": "assistant", "content": None})
-            function = {
-                "name": _string(item, "name", place),
-                "arguments": _string(item, "arguments", place),
-            }
-            call = {"id": _string(item, "call_id", place), "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = _content_of(item.get("output"), place)
-            messages.append(
-                {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": output}
-            )
-        elif kind == "item_reference":
-            raise ValueError(
-                f"item {place} refers to a stored item, and nothing is stored here; send the item itself"
-            )
-        else:
-            raise ValueError(
-                f"item {place} is of type {kind!r:.60}, which this server does not know; leave it out"
-            )
+        _add_item(messages, item, place)
         if thoughts is not None and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thoughts
         thoughts = None
     if not messages:
         raise ValueError("it has no message; give one")
     return messages
+
+
+def _thoughts_of(item: Mapping[str, Any], place: int) -> str:
+    parts = item.get("content") or ()
+    return "".join(_text_of(part, place, {"reasoning_text": "text"}) for part in parts)
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: int) -> None:
+    """Add an item to the messages that the items before it have become."""
+    match item.get("type", "message"):
+        case "message":
+            messages.append(_message_of(item, place))
+        case "function_call":
+            _add_call(messages, item, place)
+        case "function_call_output":
+            messages.append(_result_of(item, place))
+        case "item_reference":
+            raise ValueError(
+                f"item {place} refers to a stored item, and nothing is stored here; "
+                "send the item itself"
+            )
+        case kind:
+            raise ValueError(
+                f"item {place} is of type {kind!r:.60}, which this server does not know; "
+                "leave it out"
+            )
+
+
+def _message_of(item: Mapping[str, Any], place: int) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise ValueError(f"item {place} has no role; give {', '.join(_ROLES)}")
+    return {"role": role, "content": _content_of(item.get("content"), place)}
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: int) -> None:
+    """Add a call to the assistant's message before it, or to a new message."""
+    call = {
+        "id": _string(item, "call_id", place),
+        "type": "function",
+        "function": {
+            "name": _string(item, "name", place),
+            "arguments": _string(item, "arguments", place),
+        },
+    }
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _result_of(item: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The result of a call, as a tool's message."""
+    content = _content_of(item.get("output"), place)
+    return {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": content}
 
 
 def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
@@ -560,12 +582,12 @@ class ResponseAnswers(NamedEvents):
             **body.described(params),
         }
         super().__init__(model, body.chat, metrics, [ResponseChoice(model, body, prompt, response)])
-        self._sequence = 0
+        self._next_sequence_number = 0
 
-    def _event(self, event: Event | None, usage: dict[str, Any] | None = None) -> bytes:
-        numbered = None if event is None else {**event, "sequence_number": self._sequence}
-        self._sequence += 1
-        return super()._event(numbered)
+    def _encode(self, event: Event) -> bytes:
+        numbered = {**event, "sequence_number": self._next_sequence_number}
+        self._next_sequence_number += 1
+        return super()._encode(numbered)
 
 
 _CALL: Final = "function_call"

@@ -10,10 +10,10 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,15 +24,20 @@ from qsample.addons.serve.models import ServedModels
 from qsample.addons.serve.settings import DEFAULT_PORT, ServeSettings
 from qsample.errors import QsampleError, shown
 
-MOST_HEAD: Final = 2**16  # bytes of a request's line and headers; uvicorn's number for h11
-SECONDS: Final = 60.0  # in which a request has to arrive, or a new connection to send one
-_SLICE: Final = (
-    2**14
-)  # bytes that are parsed at once; asyncio's pieces may hold thousands of pipelined requests
-_PIPELINED: Final = 16  # requests of a connection that wait for earlier answers
-_OVERHEAD: Final = 16  # bytes on the wire for a byte of a body, in chunks of a byte
-_BACKLOG: Final = 2048  # connections that wait to be accepted; uvicorn's number
-_MOST_CONNECTIONS: Final = 65_536  # each is an open file, and many systems begin with 1,024
+# The limit of a request's line and headers. It is uvicorn's number for h11.
+MAX_HEAD_BYTES: Final = 2**16
+# A new connection has the same time to send its first request.
+MAX_SECONDS_OF_A_REQUEST: Final = 60.0
+# A piece that asyncio reads may hold thousands of pipelined requests, so it is parsed in parts.
+_PARSED_BYTES: Final = 2**14
+# These requests of a connection wait for earlier answers.
+_MAX_PIPELINED_REQUESTS: Final = 16
+# A body that is sent in chunks of a byte has this size on the wire for each byte.
+_MAX_BYTES_SENT_FOR_A_BYTE: Final = 16
+# The connections that wait to be accepted. It is uvicorn's number.
+_BACKLOG: Final = 2048
+# Each connection is an open file, and many systems begin with a limit of 1,024.
+_MAX_CONNECTIONS: Final = 65_536
 _LOGGING: Final = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -43,7 +48,8 @@ _LOGGING: Final = {
         for name in ("uvicorn", ACCESS_LOG)
     },
 }
-_LAST_WORDS: Final = 5  # seconds for the last events of answers; slow readers are cut off then
+# The time for the last events of answers. Slow readers are cut off after it.
+_LAST_EVENTS_S: Final = 5
 
 
 def run(
@@ -73,14 +79,17 @@ def run(
             settings = replace(settings, allowed_hosts=("localhost",))
         models = ServedModels(settings)
         app = make_app(settings, models)
-        refused = partial(app.state.server.count_exchange, "other")
+        limits = RequestLimits(
+            app.state.server.max_body_bytes(),
+            report_refusal=partial(app.state.server.count_exchange, "other"),
+        )
         config = uvicorn.Config(
             app,
-            http=limited_protocol(app.state.server.most_body(), refused),
+            http=limited_protocol(limits),
             ws="none",
             log_config=_LOGGING,
             access_log=False,  # `Exchanges` writes it
-            timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_WORDS,
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_EVENTS_S,
             server_header=False,
             ssl_keyfile=ssl_keyfile,
             ssl_certfile=ssl_certfile,
@@ -127,72 +136,104 @@ class _Server(uvicorn.Server):
         await asyncio.to_thread(self._models.close)
 
 
-def limited_protocol(
-    most_body: int, refused: Callable[[int, str], object], seconds: float = SECONDS
-) -> type[asyncio.Protocol]:
-    """A class of connections for `uvicorn.Config(http=...)`. A request has to arrive in `seconds`; the application
-    refuses bodies of more than `most_body` bytes. `refused` is called with a status and a reason for each request that
-    does not reach the application; the status is 0 if the connection was closed without an answer."""
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits of requests on their way to the application.
 
-    class Limited(HttpToolsProtocol):
-        """began: monotonic seconds; None between two requests: uvicorn limits that time."""
+    Attributes:
+        max_body_bytes: the largest size of a body that the application reads.
+        report_refusal: a function of a status and a reason. It is called for each request that does
+            not reach the application; the status is 0 if the connection is closed without an answer.
+        max_seconds: the time in which a request has to arrive.
+    """
 
-        began: float | None = None
-        _received = 0  # bytes of the request that arrives
-        _in_head = True
+    max_body_bytes: int
+    report_refusal: Callable[[int, str], object]
+    max_seconds: float = MAX_SECONDS_OF_A_REQUEST
 
-        def connection_made(self, transport: Any) -> None:
-            self.began = time.monotonic()
-            super().connection_made(transport)
 
-        def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), _SLICE):
-                if self.began is None:
-                    self.began = time.monotonic()
-                piece = data[start : start + _SLICE]
-                self._received += len(piece)
-                super().data_received(piece)
-                if self.transport.is_closing():
-                    return
-                if len(self.pipeline) > _PIPELINED:
-                    self._refuse(b"429 Too Many Requests", "too_many_pipelined")
-                elif self._received > MOST_HEAD + (0 if self._in_head else most_body * _OVERHEAD):
-                    self._refuse(b"431 Request Header Fields Too Large", "headers_too_large")
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection that refuses requests beyond its limits.
 
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            super().on_headers_complete()
+    Attributes:
+        limits: the limits of the connection's requests.
+        request_began: the monotonic time, in seconds, at which the request that arrives began. It
+            is None between two requests, a time that uvicorn limits.
+    """
 
-        def on_message_complete(self) -> None:
-            self.began, self._received, self._in_head = None, 0, True
-            super().on_message_complete()
+    limits: ClassVar[RequestLimits]
+    request_began: float | None = None
+    _received_bytes = 0
+    _is_in_head = True
 
-        def send_400_response(self, msg: str) -> None:
-            refused(400, "invalid_http")
-            super().send_400_response(msg)
+    def connection_made(self, transport: Any) -> None:
+        self.request_began = time.monotonic()
+        super().connection_made(transport)
 
-        def _refuse(self, status: bytes, reason: str) -> None:
-            refused(int(status[:3]), reason)
-            if (
-                self.cycle is None or self.cycle.response_complete
-            ):  # otherwise an answer is on its way
-                self.transport.write(
-                    b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-                )
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _PARSED_BYTES):
+            if self.request_began is None:
+                self.request_began = time.monotonic()
+            piece = data[start : start + _PARSED_BYTES]
+            self._received_bytes += len(piece)
+            super().data_received(piece)
+            if self.transport.is_closing():
+                return
+            if len(self.pipeline) > _MAX_PIPELINED_REQUESTS:
+                self._refuse(b"429 Too Many Requests", "too_many_pipelined")
+            elif self._received_bytes > self._max_received_bytes():
+                self._refuse(b"431 Request Header Fields Too Large", "headers_too_large")
 
-        def close_late(self, now: float) -> None:
-            """Close the connection if its request is overdue."""
-            answers = (
-                self.cycle is not None
-                and not self.cycle.more_body
-                and not self.cycle.response_complete
+    def _max_received_bytes(self) -> int:
+        if self._is_in_head:
+            return MAX_HEAD_BYTES
+        return MAX_HEAD_BYTES + self.limits.max_body_bytes * _MAX_BYTES_SENT_FOR_A_BYTE
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.request_began = None
+        self._received_bytes = 0
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self.limits.report_refusal(400, "invalid_http")
+        super().send_400_response(msg)
+
+    def _refuse(self, status: bytes, reason: str) -> None:
+        self.limits.report_refusal(int(status[:3]), reason)
+        # Otherwise, the answer to an earlier request is on its way.
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
             )
-            if self.began is not None and now - self.began > seconds and not answers:
-                refused(0, "request_too_slow")
-                self.transport.abort()
+        self.transport.close()
 
-    return Limited
+    def close_late(self, now: float) -> None:
+        """Close the connection if its request is overdue.
+
+        Args:
+            now: the monotonic time, in seconds.
+        """
+        if self.request_began is None or now - self.request_began <= self.limits.max_seconds:
+            return
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if not is_answering:
+            self.limits.report_refusal(0, "request_too_slow")
+            self.transport.abort()
+
+
+def limited_protocol(request_limits: RequestLimits) -> type[LimitedProtocol]:
+    """A class of connections for `uvicorn.Config(http=...)`."""
+
+    class Connection(LimitedProtocol):
+        limits = request_limits
+
+    return Connection
 
 
 def close_late(connections: Iterable[Any]) -> None:
@@ -210,7 +251,7 @@ def _raise_open_files() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MOST_CONNECTIONS)
+    most = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MAX_CONNECTIONS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 

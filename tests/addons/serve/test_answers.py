@@ -133,7 +133,11 @@ def test_what_the_engine_is_given() -> None:
     guide_of_prompt = own.pop("allowed_tokens")
     assert isinstance(guide_of_prompt, ForcedTokens)
     ranked = ["logprobs", "top_logprob_ids", "top_logprobs"]
-    assert ([*guide_of_prompt._left], prompt, own) == ([6], [5], {"outputs": ranked, **options})
+    assert ([*guide_of_prompt._remaining], prompt, own) == (
+        [6],
+        [5],
+        {"outputs": ranked, **options},
+    )
     options |= {"outputs": ["logprobs"], "stop_strings": ["x"]}
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
     for request, row, seed, form in zip(

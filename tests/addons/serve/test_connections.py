@@ -10,9 +10,9 @@ from typing import Any
 
 import uvicorn
 
-from qsample.addons.serve.run import close_late, limited_protocol
+from qsample.addons.serve.run import RequestLimits, close_late, limited_protocol
 
-SECONDS = 1.0  # that a request may take to arrive
+MAX_SECONDS = 1.0
 TOO_SLOW = (0, "request_too_slow")
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 LAST = HEAD + b"connection: close\r\n"
@@ -88,9 +88,15 @@ async def _answer(address: tuple[str, int], pieces: list[bytes], pause: float) -
 
 async def _all_answers() -> tuple[list[bytes], list[tuple[int, str]]]:
     refused: list[tuple[int, str]] = []
-    protocol = limited_protocol(100_000, lambda *refusal: refused.append(refusal), seconds=SECONDS)
+    limits = RequestLimits(
+        100_000, lambda *refusal: refused.append(refusal), max_seconds=MAX_SECONDS
+    )
     config = uvicorn.Config(
-        _size_of_the_body, http=protocol, interface="asgi3", lifespan="off", log_config=None
+        _size_of_the_body,
+        http=limited_protocol(limits),
+        interface="asgi3",
+        lifespan="off",
+        log_config=None,
     )
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -102,7 +108,7 @@ async def _all_answers() -> tuple[list[bytes], list[tuple[int, str]]]:
         """However busy the machine is, it is never too late for a request that is in time."""
         while not in_time.is_set():
             for connection in server.server_state.connections:
-                connection.close_late((connection.began or 0) + 0.99 * SECONDS)
+                connection.close_late((connection.request_began or 0) + 0.99 * MAX_SECONDS)
             await asyncio.sleep(0.05)
         while True:
             close_late(server.server_state.connections)

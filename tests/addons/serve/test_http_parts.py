@@ -324,7 +324,7 @@ def test_sizes_of_bodies() -> None:
     async def reads(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
             pass
-        held.append(limit._held)
+        held.append(limit._bytes_in_memory)
         await fine(scope, receive, send)
 
     limit = BodyLimit(reads, lambda: 10)
@@ -355,12 +355,12 @@ def test_sizes_of_bodies() -> None:
     assert answer([0], "11") == 413
     assert answer([0], "+11") == 200
     assert answer([100], "100", "lifespan") == 200
-    assert limit._held == 0
-    limit._held = 310
+    assert limit._bytes_in_memory == 0
+    limit._bytes_in_memory = 310
     assert answer([10]) == 200
-    limit._held = 311
+    limit._bytes_in_memory = 311
     assert answer([10]) == "429 rate_limit_exceeded"
-    assert limit._held == 311
+    assert limit._bytes_in_memory == 311
 
 
 def test_as_it_is() -> None:
