@@ -110,7 +110,6 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
     const Numbers values = known != parameters.end() ? known->second : Numbers{shape.size() > 1 ? -1.0 : 0.0};
     const auto state = std::find(state_names.begin(), state_names.end(), inputs[i]) - state_names.begin();
     if (state < static_cast<long>(states.size())) binding.BindInput(inputs[i].c_str(), states[state]);
-    else if (inputs[i] == "seed") binding.BindInput("seed", seed);  // of a graph without the state `noise`
     else if (inputs[i] != "input_ids" && inputs[i] != "input_lengths")
       binding.BindInput(inputs[i].c_str(), tensor(about.GetElementType(), shape, values));
   }

@@ -52,7 +52,6 @@ const states = await initialState.run({ seed, capacity: tensor("int64", [capacit
 // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
 const words = Math.ceil(graph.vocab_size / 32), stops = token_ids.eos.length ? token_ids.eos : [-1];
 const parameters = {
-  seed, // for a graph without the state `noise`
   temperature: tensor("float32", [given.temperature]), top_k: tensor("int32", [given["top-k"]]),
   top_p: tensor("float32", [given["top-p"]]), typical_p: tensor("float32", [1]),
   adaptive_target: tensor("float32", [-1]),

@@ -138,7 +138,6 @@ def main() -> None:
         ),
         "typical_p": np.float32([1]),
         "adaptive_target": np.float32([-1]),
-        "seed": np.int64([args.seed]),  # for a graph without the state `noise`
         "prompt_lookup_num_tokens": np.int32([args.prompt_lookup_num_tokens]),
     }
     # Every other filter is off with zeros, or with -1 in place of tokens.

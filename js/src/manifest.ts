@@ -11,7 +11,6 @@ export interface Features {
   probs: boolean;
   filters: string[];
   filter_order: string;
-  seed: boolean;
 }
 
 export interface Manifest {

@@ -127,7 +127,6 @@ export function parameterTensor(ort: Ort, spec: TensorSpec, rows: readonly Row[]
 export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Row[]): Tensors {
   const tensors: Tensors = {};
   for (const spec of parameterSpecs(manifest)) tensors[spec.name] = parameterTensor(ort, spec, rows);
-  if (manifest.interface.features.seed) tensors.seed = seedTensor(ort, rows);
   if (manifest.interface.captured) {
     const searched = rows.flatMap(({ values }, place) => (needsSearch(values) ? [BigInt(place)] : []));
     tensors.searched_rows = new ort.Tensor("int64", BigInt64Array.from(searched), [searched.length]);

@@ -572,7 +572,7 @@ def _described(entry: Entry) -> dict[str, Any]:
     if compilation is not None:
         options = [compilation.provider, *options, f"{compilation.ctx_len} tokens"]
     features = manifest.interface.features
-    names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs", "seed")
+    names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs")
     options += [name for name in names if getattr(features, name)] + list(features.filters)
     options += [] if features.sampler else ["no sampler"]
     return {

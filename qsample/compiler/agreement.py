@@ -31,7 +31,6 @@ from qsample.contract.tensors import (
     NOISE_STREAMS,
     POSITION_OFFSETS,
     SEARCHED_ROWS,
-    SEED,
 )
 from qsample.errors import CompileError
 from qsample.graph.join import return_logits, split_at_logits
@@ -246,7 +245,7 @@ class Published:
             for name, at in NOISE_STREAMS.items()
         }
         self._stepper.reset()
-        self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds, SEED.name: seeds})
+        self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds})
         return {LENGTHS.name: np.zeros(rows, np.int32)}
 
     def step(

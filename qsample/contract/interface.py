@@ -47,7 +47,6 @@ from qsample.contract.tensors import (
     NEW_TOKENS,
     NEW_TOP_LOGPROB_OUTPUTS,
     NEXT_IDS,
-    NOISE_STREAMS,
     NUM_DRAFT_TOKENS,
     NUM_NEW,
     PARAMETERS,
@@ -100,7 +99,6 @@ class Features:
         sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
         top_logprobs: 0 switches it off.
         filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
-        seed: an input `seed` in place of the state `noise`: the graph computes the random numbers itself.
         num_speculative_tokens: G, the most tokens that a step may guess for a row and check; 0: none. compile adds it.
         max_loras: 0 for none, and no such inputs.
         max_lora_rank: 0 without max_loras.
@@ -139,9 +137,6 @@ class Features:
         FILTER_ORDERS,
         help="Temperature before all filters, or last.",
         metavar="|".join(FILTER_ORDERS),
-    )
-    seed: bool = flag(
-        False, help="Take each row's seed in place of a noise buffer.", argument="seed_input"
     )
     num_speculative_tokens: int = integer(
         0,
@@ -459,7 +454,7 @@ class Interface:
             specs += EXTRA_PARAMETERS[name]
         if self.features.num_speculative_tokens:
             specs += SPECULATION_INPUTS
-        return (*specs, SEED) if self.features.seed else specs
+        return specs
 
     @property
     def adapter_kinds(self) -> tuple[str, ...]:
@@ -485,13 +480,10 @@ class Interface:
     @property
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
-        features = self.features
-        states = (
+        filters = self.features.filters
+        return (
             *SAMPLER_STATES,
-            *(FILTER_STATES[name] for name in features.filters if name in FILTER_STATES),
-        )
-        return tuple(
-            state for state in states if not (features.seed and state.name in NOISE_STREAMS)
+            *(FILTER_STATES[name] for name in filters if name in FILTER_STATES),
         )
 
     @property

@@ -23,7 +23,6 @@ from qsample.contract.tensors import (
     LENGTHS,
     ROW_AXES,
     ROW_MULTIPLE,
-    SEED,
     SEQUENCE,
     retained_name,
 )
@@ -166,7 +165,7 @@ class GraphRunner:
             "input_ids": ids.astype(np.int64),
             "input_lengths": lengths.astype(np.int32),
         }
-        given["searched_rows"] = given[SEED.name] = np.arange(rows, dtype=np.int64)
+        given["searched_rows"] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
         for tensor in (*self._spec.inputs, *self._spec.states):
             if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer

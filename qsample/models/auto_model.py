@@ -66,7 +66,6 @@ class AutoModelForCausalLM:
         for_serving: bool = False,
         filters: Sequence[str] = (),
         filter_order: str | None = None,
-        seed_input: bool = False,
         max_loras: int = 0,
         max_lora_rank: int = DEFAULT_LORA_RANK,
         dtype: Any = None,
@@ -94,7 +93,7 @@ class AutoModelForCausalLM:
             pretrained_model_name_or_path: the hub id, folder or file.
             include_sampler: bake the sampler into the decode graph; False returns logits and samples on the host, with
                 the same results.
-            return_pdfs, seed_input: `probs` and `seed` of `interface.Features`.
+            return_pdfs: `probs` of `interface.Features`.
             logit_bias, allowed_tokens, logprobs, top_logprobs, filters, filter_order, max_loras, max_lora_rank: as in
                 `interface.Features`; off by default, and then absent from the graph.
             for_serving: logit_bias, allowed_tokens, logprobs, 20 top_logprobs and the filter penalty_last_n, all that
@@ -136,7 +135,6 @@ class AutoModelForCausalLM:
             probs=return_pdfs,
             filters=filters,  # type: ignore[arg-type]  # it makes a tuple of them
             filter_order=filter_order or HUGGING_FACE,
-            seed=seed_input,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
         )

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from qsample.contract.storage import Storage, storage_of
 
 # Keys of packages that older versions wrote; nothing reads them.
-_FORMER_KEYS: Final = frozenset({"verify", "weight_hash", "timing"})
+_FORMER_KEYS: Final = frozenset({"verify", "weight_hash", "timing", "seed"})
 _MAX_LISTED_KEYS: Final = 5
 
 

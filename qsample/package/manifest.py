@@ -170,6 +170,11 @@ class Manifest:
             manifest: Manifest = decode(cls, data, "manifest")
         except DecodeError as error:
             raise PackageError(f"{error.where} in {MANIFEST_NAME}{error.problem}") from error
+        if data["interface"]["features"].get("seed"):
+            raise PackageError(
+                "the package's graph has an input for seeds in place of the noise, which this "
+                "qsample does not feed; export the package again"
+            )
         _check_names(manifest.files)
         _check_figures(manifest)
         _check_graphs_are_listed(manifest)

@@ -21,7 +21,6 @@ from qsample.contract.tensors import (
     MASK_WORDS,
     PAD_STOP_ID,
     PROMPT_LOOKUP,
-    SEED,
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
@@ -251,7 +250,6 @@ _MADE_APART: Final = frozenset(
         ALLOWED_TOKENS.name,
         DRAFT_IDS.name,
     }
-    | {SEED.name}
 )
 
 

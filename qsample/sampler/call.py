@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import NOISE, NOISE_STREAMS, RUNNING, XTC_NOISE, TensorSpec
-from qsample.sampler.philox import uniforms
+from qsample.contract.tensors import RUNNING, TensorSpec
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -135,15 +134,8 @@ class Call(DrawCall):
         self.capacity32 = self.capacity.to(INT32)
 
     def uniforms(self) -> Uniforms:
-        """Numbers of the noise buffers, or of the graph's input `seed`."""
-        if not self.features.seed:
-            return self._buffered_uniform
-        buffers = [NOISE.name]
-        if self.uses("xtc"):
-            buffers.append(XTC_NOISE.name)
-        streams = [NOISE_STREAMS[name] for name in buffers]
-        numbers = dict(zip(buffers, uniforms(self["seed"], self.position(), streams), strict=True))
-        return lambda buffer: numbers[buffer.name]
+        """The numbers of the noise buffers, at each row's position."""
+        return self._buffered_uniform
 
     def _buffered_uniform(self, buffer: TensorSpec) -> Tensor:
         return self[buffer.name].gather(self.position().unsqueeze())

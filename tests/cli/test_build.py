@@ -74,12 +74,10 @@ def test_export_passes_every_option(
         "typical_p",
         "--filter-order",
         "llama.cpp",
-        "--seed-input",
     )
     chosen = {
         "filters": ("xtc", "dry", "typical_p"),
         "filter_order": "llama.cpp",
-        "seed_input": True,
     }
     for given, expected in (
         ((), {}),
@@ -109,9 +107,8 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
         "mirostat",
         "--filter-order",
         "llama.cpp",
-        "--seed-input",
     )
-    assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp", seed=True)
+    assert seen["features"] == Features(filters=("mirostat",), filter_order="llama.cpp")
     run("bake", "some/model", tmp_path / "p", "--for-serving", "--top-logprobs", "3")
     assert seen["features"] == Features().for_serving()
 

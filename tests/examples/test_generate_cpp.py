@@ -100,7 +100,7 @@ def test_every_kind_of_package(
         top_p=0.9,
     )
     same_tokens(program, bundled_package, [5], 0, temperature=0, top_p=1)
-    every = exported("llama", filters=tuple(EXTRA_PARAMETERS), seed_input=True)
+    every = exported("llama", filters=tuple(EXTRA_PARAMETERS))
     same_tokens(program, every, [5, 6, 7], LONG * 3 * 10**8, temperature=0.8, top_k=20, top_p=0.9)
     features = {
         "logit_bias": True,

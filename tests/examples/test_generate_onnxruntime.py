@@ -70,14 +70,14 @@ def test_packages_with_every_feature_and_device_packages(tmp_path: Path) -> None
         "probs": True,
     }
     same_text(fake_package(tmp_path / "features", **features), 2, temperature=0.9, top_p=1.0)
-    filters = {"filters": tuple(EXTRA_PARAMETERS), "filter_order": "llama.cpp", "seed": True}
+    filters = {"filters": tuple(EXTRA_PARAMETERS), "filter_order": "llama.cpp"}
     same_text(fake_package(tmp_path / "filters", **filters), 2, temperature=0.9, top_p=1.0)
     same_text(
         fake_package(tmp_path / "device", compilation=compilation()), 3, temperature=0.9, top_p=1.0
     )
 
 
-ALL_FILTERS = {"filters": tuple(EXTRA_PARAMETERS), "seed_input": True}
+ALL_FILTERS = {"filters": tuple(EXTRA_PARAMETERS)}
 
 
 @pytest.mark.parametrize("features", [{}, pytest.param(ALL_FILTERS, marks=pytest.mark.slow)])

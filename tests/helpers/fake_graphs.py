@@ -248,14 +248,6 @@ _MASK = """
   m_minus_infinity = Constant <value_float = -inf> ()
   masked = Where (m_allowed, logits, m_minus_infinity)
 """
-_UNIFORM_OF_SEED = """s_seed = Unsqueeze (seed, s_axis1)
-  s_mixed = Add (s_seed, u_index64)
-  s_golden = Constant <value_float = 0.618034> ()
-  s_mixed_float = Cast <to = 1> (s_mixed)
-  s_turns = Mul (s_mixed_float, s_golden)
-  s_whole = Floor (s_turns)
-  u = Sub (s_turns, s_whole)
-"""
 _LOG = """
   log_all = LogSoftmax <axis = -1> (logits)
 """
@@ -323,10 +315,6 @@ def _sampler_body(interface: Interface) -> str:
         body += _TOP.replace("TOP_M", str(features.top_logprobs))
     if features.probs:
         body += "  probs = Identity (p)\n"
-    if features.seed:  # any number in [0, 1) that follows from seed and position
-        noise = "u = GatherElements <axis = 1> (noise, u_index64)"
-        assert noise in body
-        body = body.replace(noise, _UNIFORM_OF_SEED)
     counting = [
         FILTER_STATES[name].name for name in features.filters if name in STATEFUL
     ]  # the row's tokens

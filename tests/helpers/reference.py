@@ -73,8 +73,7 @@ def reference_step(
     Args:
         logits: [B, V], float32 values.
         inputs: the sampler's inputs and states, as arrays with the contract's shapes. An extra filter applies if its
-            inputs are there; `seed` takes the place of `noise` and `xtc_noise`; without `searched_rows`, every row is
-            searched that has to be.
+            inputs are there; without `searched_rows`, every row is searched that has to be.
         pad_token_id: `next_ids` of a row that emits nothing.
         top_logprobs: M.
         filter_order: "huggingface" or "llama.cpp".
@@ -185,9 +184,7 @@ def needs_search(row: Row, num_candidates: int = CANDIDATES) -> bool:
 
 
 def uniform(row: Row, buffer: str, position: int) -> float:
-    """The row's random number at a position, from the buffer `noise` or `xtc_noise`, or else from `seed`."""
-    if "seed" in row:
-        return philox_uniform(int(row["seed"]), position, stream=int(buffer == "xtc_noise"))
+    """The row's random number at a position, from the buffer `noise` or `xtc_noise`."""
     return float(row[buffer][position]) if buffer in row else 0.0
 
 

@@ -188,7 +188,6 @@ def random_step(
         "logit_bias": rng.normal(size=(batch, 4)),
         "dry_sequence_breakers": np.where(rng.random((batch, 2)) < 0.85, -1, repeating(2)),
         "bad_words_ids": np.where(rng.random((batch, 1, 1)) < 0.75, -1, bad_words),
-        "seed": rng.integers(-(2**63), 2**63, batch),
         "lengths": pick(0, 3, 9, 20, 20),
         "status": pick(0, 0, 0, 0, 0, 0, 1, 2, 3),
         "emit": pick(True, True, True, False),

@@ -25,15 +25,13 @@ def load(name: str) -> dict[str, Any]:
 
 
 def interface_of(vocab: int, order: str, **graph: Any) -> Interface:
-    """A sampler with every input. graph: `captured`, or `seed` in place of the noise."""
-    seed = graph.pop("seed", False)
+    """A sampler with every input. graph: further arguments of `Interface`, such as `captured`."""
     features = Features(
         logit_bias=True,
         allowed_tokens=True,
         probs=True,
         filters=tuple(EXTRA_PARAMETERS),
         filter_order=order,
-        seed=seed,
     )
     return Interface(vocab, (), features=features, **graph)
 
@@ -71,13 +69,8 @@ def inputs_of(
     inputs["input_lengths"] = np.array([len(row) for row in ids], np.int32)
     inputs["emit"] = np.array([call["emit"] for call in calls])
     for spec in face.parameters:
-        if spec.name == "seed":
-            inputs["seed"] = np.array([int(case["seed"]) for case in cases])
-        else:
-            values = [
-                numbers(case["parameters"].get(spec.name, _off(spec, face))) for case in cases
-            ]
-            inputs[spec.name] = _stacked(spec, values)
+        values = [numbers(case["parameters"].get(spec.name, _off(spec, face))) for case in cases]
+        inputs[spec.name] = _stacked(spec, values)
     if face.captured:
         rows = [{name: value[b] for name, value in inputs.items()} for b in range(len(cases))]
         inputs["searched_rows"] = np.array(

@@ -64,10 +64,7 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(
             ),
         ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
-        (
-            {"filter_order": "llama.cpp", "seed_input": True},
-            Features(filter_order="llama.cpp", seed=True),
-        ),
+        ({"filter_order": "llama.cpp"}, Features(filter_order="llama.cpp")),
     ],
 )
 def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
@@ -123,8 +120,8 @@ def test_features_of_a_package_are_fixed(
 def test_filters_of_a_package_are_fixed(tmp_path: Path) -> None:
     path = fake_package(tmp_path / "package", filters=("xtc", "dry"), filter_order="llama.cpp").path
     assert isinstance(AutoModelForCausalLM.from_pretrained(path, filters=["dry"]), PackagedModel)
-    with pytest.raises(QsampleError, match="without seed, the filter mirostat; export it again"):
-        AutoModelForCausalLM.from_pretrained(path, filters=["dry", "mirostat"], seed_input=True)
+    with pytest.raises(QsampleError, match="without the filter mirostat; export it again"):
+        AutoModelForCausalLM.from_pretrained(path, filters=["dry", "mirostat"])
     with pytest.raises(
         QsampleError, match=r"exported with filter_order='llama\.cpp'; open it with that"
     ):

@@ -66,8 +66,18 @@ def test_device_manifest_round_trip() -> None:
         Manifest.from_json(json.dumps(data))
 
 
+def test_a_graph_with_a_seed_input_is_refused() -> None:
+    data = json.loads(manifest().to_json())
+    data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}
+    data["interface"]["features"]["seed"] = False
+    Manifest.from_json(json.dumps(data))
+    data["interface"]["features"]["seed"] = True
+    with pytest.raises(PackageError, match=r"an input for seeds .* export the package again"):
+        Manifest.from_json(json.dumps(data))
+
+
 def test_filters_round_trip() -> None:
-    features = Features(filters=("mirostat", "xtc"), filter_order="llama.cpp", seed=True)
+    features = Features(filters=("mirostat", "xtc"), filter_order="llama.cpp")
     made = manifest(interface=replace(INTERFACE, features=features))
     data = json.loads(made.to_json())
     data["files"] = {name: {"sha256": "00", "bytes": 1} for name in INTERFACE.graphs}

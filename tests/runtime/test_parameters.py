@@ -114,12 +114,9 @@ def test_a_word_is_forbidden_behind_a_space_too_if_that_is_other_tokens() -> Non
     assert row["bad_words_ids"].tolist() == [[3, 3], [-1, 0], [-1, 2], [-1, 3], [0, 3], [-1, 4]]
 
 
-@pytest.mark.parametrize("seed_input", [False, True])
-def test_states_of_a_row_that_begins_moves_and_ends(
-    seed_input: bool, fake_model: Callable[..., CausalLM]
-) -> None:
+def test_states_of_a_row_that_begins_moves_and_ends(fake_model: Callable[..., CausalLM]) -> None:
     """The fake graph counts a row's tokens in `mirostat_mu` and `adaptive_error`."""
-    model = fake_model(filters=FILTERS, seed=seed_input)
+    model = fake_model(filters=FILTERS)
     slots = Slots(model.sessions, 3, 32)
 
     def begin(slot: int, seed: int, **options: Any) -> None:
@@ -141,12 +138,8 @@ def test_states_of_a_row_that_begins_moves_and_ends(
         ] * 2
         rows = {name: buffer.read()[slot] for name, buffer in slots._parameters.buffers.items()}
         assert_read(rows, read)
-        if seed_input:
-            assert rows["seed"] == seed
-            assert not {"noise", "xtc_noise"} & slots._state.inputs().keys()
-        else:
-            for name, stream in NOISE_STREAMS.items():
-                assert (slots._state[name].read()[slot] == uniforms(seed, 32, stream)).all()
+        for name, stream in NOISE_STREAMS.items():
+            assert (slots._state[name].read()[slot] == uniforms(seed, 32, stream)).all()
 
     begin(1, 2**62 + 1, **ASKED)
     slots.decode(), slots.decode()
@@ -179,14 +172,3 @@ def test_states_of_a_row_that_begins_moves_and_ends(
         1,
         {"typical_p": 1, "dry_sequence_breakers": [-1, -1], "bad_words_ids": [[-1] * 4] * 4},
     )
-
-
-def test_a_seed_input_gives_a_row_its_tokens_wherever_it_runs(
-    fake_model: Callable[..., CausalLM],
-) -> None:
-    model = fake_model(seed=True)
-    options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 6, "eos_token_id": ()}
-    prompts = [[5, 6], [8, 9]]
-    alone = [model.generate([prompt], seed=7, **options).token_ids[0] for prompt in prompts]
-    assert model.generate(prompts[::-1], seed=[7, 7], **options).token_ids == alone[::-1]
-    assert model.generate(prompts[:1], seed=8, **options).token_ids != alone[:1]

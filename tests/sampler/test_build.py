@@ -34,13 +34,11 @@ Array = np.ndarray
 ALL_FILTERS = tuple(EXTRA_PARAMETERS)
 EVERYTHING = replace(ALL_FEATURES, filters=ALL_FILTERS)
 GRAPHS = [
-    Interface(
-        1000, (), features=replace(features, seed=seed, filter_order=order), captured=captured
-    )
-    for features, seed, order in (
-        (Features(), False, FILTER_ORDERS[0]),
-        (EVERYTHING, False, FILTER_ORDERS[0]),
-        (EVERYTHING, True, FILTER_ORDERS[1]),
+    Interface(1000, (), features=replace(features, filter_order=order), captured=captured)
+    for features, order in (
+        (Features(), FILTER_ORDERS[0]),
+        (EVERYTHING, FILTER_ORDERS[0]),
+        (EVERYTHING, FILTER_ORDERS[1]),
     )
     for captured in (False, True)
 ]
@@ -53,7 +51,7 @@ def names(face: Interface) -> str:
         [
             "all" if chosen.filters else "none",
             *["captured"] * face.captured,
-            *["seed"] * chosen.seed,
+            chosen.filter_order,
         ]
     )
 

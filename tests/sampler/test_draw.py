@@ -126,19 +126,6 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab: int, captured: bool) ->
     )
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_rows_with_a_seed(captured: bool) -> None:
-    """Those of the reference, and the same in any batch."""
-    face = Interface(1187, (), features=Features(filters=("xtc",), seed=True), captured=captured)
-    check_batches(face, 1, 2)
-    rng = np.random.default_rng(2)
-    seeds, lengths = rng.integers(-(2**63), 2**63, 100), rng.integers(0, 16, 100)
-    inputs = make_inputs(
-        face, 100, seed=seeds, lengths=lengths, xtc_probability=0.5, xtc_threshold=0.005
-    )
-    assert check_rows(face, rng.normal(size=(100, 1187)).astype(np.float32), inputs) <= 1
-
-
 @pytest.fixture(scope="module")
 def recorded() -> Array:
     """Logits [positions, V] of a trained model over a text, in half precision: some are tied."""

@@ -1,5 +1,4 @@
-"""Philox: the published vectors, the reference's numbers from both forms, and operators that every provider has; the
-step with a seed in place of its buffers."""
+"""Philox: the published vectors, the reference's numbers from both forms, and operators that every provider has."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from qsample.contract.interface import Features, Interface
 from qsample.graph.operators import OPSET
 from qsample.sampler.philox import noise_buffer, philox, uniforms
 from qsample.sampler.tensor import Tensor, building
@@ -21,9 +19,7 @@ from tests.helpers.reference import (
     philox4x32,
     philox_uniform,
     philox_uniforms,
-    reference_step,
 )
-from tests.helpers.sampler_cases import PAD, make_inputs, sampler
 
 # kat_vectors of the Random123 distribution (Salmon et al., SC'11), philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
@@ -193,31 +189,3 @@ def test_products_are_exact_in_tf32(tmp_path: Path) -> None:
         / np.gcd.reduce(integers)
     )
     assert reached.max() + 16 <= 2**24
-
-
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("filters", [(), ("xtc",)])
-def test_a_seed_draws_what_its_buffers_draw(filters: tuple[str, ...], captured: bool) -> None:
-    rng, rows, capacity = np.random.default_rng(0), 200, 40
-    logits = rng.normal(size=(rows, 300)).astype(np.float32)
-    seeds = rng.integers(-(2**63), 2**63, rows)
-    values: dict[str, object] = {"lengths": rng.integers(0, capacity, rows)}  # up to a full buffer
-    streams = {"noise": 0}
-    if filters:
-        values |= {"xtc_probability": 0.5, "xtc_threshold": 0.01}
-        streams["xtc_noise"] = 1
-    buffers = {
-        name: np.stack([philox_uniforms(seed, capacity, stream) for seed in seeds.tolist()])
-        for name, stream in streams.items()
-    }
-    results = []
-    for seed, more in ((True, {"seed": seeds}), (False, buffers)):
-        face = Interface(300, (), features=Features(filters=filters, seed=seed), captured=captured)
-        inputs = make_inputs(face, rows, capacity=capacity, **values, **more)
-        results.append(
-            (sampler(face)(logits, inputs), reference_step(logits, inputs, pad_token_id=PAD))
-        )
-    for seeded, buffered in zip(*results, strict=True):  # of the graphs, and of the reference
-        for name, expected in buffered.items():
-            np.testing.assert_array_equal(seeded[name], expected)
-    assert len(np.unique(results[0][0]["next_ids"])) > 20

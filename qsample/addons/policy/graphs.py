@@ -2,7 +2,7 @@
 
 They have the tensors that version 2 of their contracts asks for, and nothing else: no penalties, no masks, no
 log-probabilities. A row is enabled if it is active and not done. The first axis of every tensor is `batch`. onnx-genai
-leaves the random numbers to the producer: they are as in a package with the input `seed`, by the row's `counter`.
+leaves the random numbers to the producer: number `counter` of a row's seed is the same as in a package.
 """
 
 from __future__ import annotations

@@ -70,13 +70,6 @@ class WebGpuTarget(Target):
     dtypes: tuple[str, ...] = ("float32", "float16")
     capabilities = frozenset({Capability.DTYPE_CONVERSION})
 
-    def check(self, plan: CompilePlan) -> None:
-        if plan.source.interface.features.seed:
-            raise CompileError(
-                "the package computes its random numbers from the input seed in 64-bit integers, which WebGPU lacks; "
-                "export it without the seed in the graph: hosts write the state noise"
-            )
-
     def check_installed(self) -> None:
         super().check_installed()
         if not plugin_devices(WEBGPU):

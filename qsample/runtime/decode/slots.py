@@ -32,7 +32,6 @@ from qsample.contract.tensors import (
     ROW_AXES,
     RUNNING,
     SEARCHED_ROWS,
-    SEED,
     SPECULATION_INPUTS,
     STATUS,
     STOPPED,
@@ -274,7 +273,7 @@ class Slots:
         images: ImagePrompt | None = None,
     ) -> None:
         """Get an idle slot ready for `prompt`, [n] int64, 1 <= n < capacity, for `prefill` to feed it.
-        parameters: the row of every name of `Interface.parameters` but `seed`: scalars, or [E], [N], [W], [D], [Q, L].
+        parameters: the row of every name of `Interface.parameters`: scalars, or [E], [N], [W], [D], [Q, L].
         reused: tokens of the prompt that the slot's cache holds already, from its start; less than n. adapter: the
         place of the row's adapter, see `AdapterRows.put`; 0 = none. images: of the prompt."""
         self.adapters.begin(slot, adapter)
@@ -289,8 +288,7 @@ class Slots:
         if self._drafts is not None:
             self._drafts.clear(slot)
         self._write_history(slot, prompt[:reused])
-        own_seed = {SEED.name: np.array(seed, np.int64)} if self._interface.features.seed else {}
-        self.set_parameters(slot, {**parameters, **own_seed})
+        self.set_parameters(slot, parameters)
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
         """Copy `source` to a slot as far as it is after `prompt`, [n] int64, n >= 1: the first tokens of `source`; all
