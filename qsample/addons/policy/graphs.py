@@ -13,12 +13,12 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
+from qsample.addons.policy.uniforms import uniforms
 from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import CANDIDATES, NOISE_STREAM, SEARCHED_ROWS, VOCAB, TensorSpec
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import DrawCall, Uniforms
 from qsample.sampler.draw import draw
-from qsample.sampler.philox import uniforms
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -105,7 +105,7 @@ class _PolicyCall(DrawCall):
 
     def uniforms(self) -> Uniforms:
         """Number `counter` of each row's seed, computed in the graph."""
-        (number,) = uniforms(self._key, self._position.to(INT32), [NOISE_STREAM])
+        number = uniforms(self._key, self._position.to(INT32), NOISE_STREAM)
         return lambda buffer: number
 
 
