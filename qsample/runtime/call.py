@@ -1,10 +1,11 @@
-"""`Call`: the arguments of `generate` or of a request to an engine, read from keywords; its prompts as token ids."""
+"""`Call`: the arguments of `generate` or of a request to an engine, read from keywords; its prompts
+as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -20,37 +21,62 @@ from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prom
 from qsample.text.chat import CHAT_OPTIONS, ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
-SAMPLING: Final = frozenset({"do_sample", *OFF, *UNSUPPORTED})
-# Arguments of a Call that every caller has.
-_OWN: Final = frozenset(
-    {"attention_mask", "seed", "allowed_tokens", "stop_strings", "return_dict_in_generate"}
-) | {*("num_return_sequences", "outputs", "images")}
-KEYWORDS: Final = _OWN | {  # in addition to SAMPLING
-    *(
-        "inputs",
-        "params",
-        "input_ids",
-        "generation_config",
-        "streamer",
-        "prefill_chunk_size",
-        "flush_every",
-    ),
-    *(
-        "double_buffering",
-        "max_time",
-        "tokenizer",
-        "pad_token_id",
-        "bos_token_id",
-        "stopping_criteria",
-    ),
-    *("logits_processor", "prediction", *CHAT_OPTIONS),
-}
-# A caller's GenerationConfig may ask for these outputs. The rest of `GENERATE` may be in a model's own file.
-_OUTPUTS: Final = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_TAKEN_AS_THEY_ARE: Final = frozenset(
-    {"seed", "allowed_tokens", "outputs", "prediction", "tokenizer", "stopping_criteria", "images"}
-)
-_NOT_OF_A_ROW: Final = ("stop_strings", "max_time", "num_return_sequences")
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """How `read_call` fills a field of `Call` from a keyword of `generate`.
+
+    Args:
+        name: the keyword, if it is not called as the field.
+        check: a function of the keyword's name and value. It returns the value to keep, or raises
+            ValueError.
+        in_config: whether a generation_config gives the value of a call without the keyword.
+    """
+
+    name: str | None = None
+    check: Callable[[str, Any], Any] | None = None
+    in_config: bool = False
+
+
+_METADATA_KEY: Final = "keyword"
+
+
+def _keyword(
+    name: str | None = None,
+    *,
+    check: Callable[[str, Any], Any] | None = None,
+    in_config: bool = False,
+) -> dict[str, Keyword]:
+    """The metadata of a field of `Call` that a keyword fills; see `Keyword`."""
+    return {_METADATA_KEY: Keyword(name, check, in_config)}
+
+
+def _count(name: str, value: Any) -> int:
+    if value is None:
+        return 1
+    if not is_integer(value, 1):
+        refuse(name, value, "an integer >= 1, or None for 1")
+    return int(value)
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not is_number(value) or value <= 0:
+        refuse(name, value, "a number of seconds > 0, or None")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        refuse(name, value, "True, False or None")
+    return value
+
+
+def _processors(name: str, value: Any) -> Any:
+    """None for an empty list of processors."""
+    is_empty = isinstance(value, Collection) and len(value) == 0
+    return None if is_empty else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,37 +86,78 @@ class Call:
     The fields are arguments of `CausalLM.generate`, described there, and these:
 
     Args:
-        images: as there, or some of them as `ProcessedImage`.
-        pad: the token id that is padding if no mask is given; by default, every token is read.
-        fill: the token id after a row's end, and before a shorter prompt; by default the package's pad token.
-        bos: the token id that an empty prompt becomes; by default the package's.
-        chat: options of chat messages.
-        prediction: the text or the token ids that the continuation of a single prompt is expected to have: they are
-            guessed, in packages that were compiled with num_speculative_tokens. Changes the speed alone.
-        outputs: the optional outputs to return, a list of names; by default all that the package has. The other outputs
-            are not read from the device.
-        return_dict: False for an array of the sequences alone from `generate`.
+        images: as in `generate`; each image may also be a `ProcessedImage`.
+        pad: the token id that marks padding in a block of token ids without an attention_mask; by
+            default, every token is read.
+        fill: the token id after a row's end, and before a shorter prompt; by default the package's
+            pad token.
+        bos: the token id that replaces an empty prompt; by default the package's.
+        chat: the options of chat messages.
+        prediction: the text or the token ids that the continuation of a single prompt is expected
+            to have. Packages that were compiled with num_speculative_tokens guess these tokens.
+            This changes the speed only.
+        outputs: the names of the optional outputs to return, a list; by default all that the
+            package has. The other outputs are not read from the device.
+        return_dict: False makes `generate` return the array of the sequences only.
     """
 
     inputs: Any
     params: SamplingParams | Sequence[SamplingParams]
-    images: Any = None
+    images: Any = field(default=None, metadata=_keyword())
     attention_mask: Any = None
     pad: int | None = None
     fill: int | None = None
     bos: int | None = None
     chat: ChatOptions | None = None
-    tokenizer: Any = None
-    seed: Any = None
-    stop_strings: str | Sequence[str] | None = None
-    allowed_tokens: Any = None
-    outputs: Any = None
-    prediction: Any = None
-    stopping_criteria: Any = None
-    logits_processor: Any = None
-    max_time: float | None = None
-    num_return_sequences: int = 1
-    return_dict: bool | None = None
+    tokenizer: Any = field(default=None, metadata=_keyword())
+    seed: Any = field(default=None, metadata=_keyword())
+    stop_strings: str | Sequence[str] | None = field(
+        default=None, metadata=_keyword(in_config=True)
+    )
+    allowed_tokens: Any = field(default=None, metadata=_keyword())
+    outputs: Any = field(default=None, metadata=_keyword())
+    prediction: Any = field(default=None, metadata=_keyword())
+    stopping_criteria: Any = field(default=None, metadata=_keyword())
+    logits_processor: Any = field(default=None, metadata=_keyword(check=_processors))
+    max_time: float | None = field(default=None, metadata=_keyword(check=_seconds, in_config=True))
+    num_return_sequences: int = field(default=1, metadata=_keyword(check=_count, in_config=True))
+    return_dict: bool | None = field(
+        default=None, metadata=_keyword("return_dict_in_generate", check=_flag)
+    )
+
+
+# Field of `Call` → the keyword that fills it.
+_KEYWORD_FIELDS: Final[Mapping[str, Keyword]] = {
+    entry.name: entry.metadata[_METADATA_KEY]
+    for entry in fields(Call)
+    if _METADATA_KEY in entry.metadata
+}
+_CONFIG_KEYWORDS: Final = frozenset(
+    keyword.name or name for name, keyword in _KEYWORD_FIELDS.items() if keyword.in_config
+)
+# Arguments of `CausalLM.generate` that say how a batch runs. A call does not have them.
+_BATCH_KEYWORDS: Final = frozenset(
+    {"streamer", "prefill_chunk_size", "flush_every", "double_buffering"}
+)
+_SPECIAL_TOKENS: Final = ("pad_token_id", "bos_token_id")
+_SAMPLING_KEYWORDS: Final = frozenset({"do_sample", *OFF})
+# Fields of a generation_config that are refused in the caller's only: the model's own file may
+# have them, too.
+_CONFIG_OUTPUTS: Final = (
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+)
+
+
+def accepted_keywords() -> frozenset[str]:
+    """The names of all arguments of `CausalLM.generate` that have an effect."""
+    own = {keyword.name or name for name, keyword in _KEYWORD_FIELDS.items()}
+    inputs = {"inputs", "input_ids", "attention_mask", "params", "generation_config"}
+    return frozenset(
+        own | inputs | _BATCH_KEYWORDS | _SAMPLING_KEYWORDS | CHAT_OPTIONS | {*_SPECIAL_TOKENS}
+    )
 
 
 def read_call(
@@ -101,87 +168,100 @@ def read_call(
     token_ids: TokenIds,
     vocab_size: int,
 ) -> Call:
-    """The arguments of a call of `generate` as a `Call`. No inputs are a single empty prompt. A keyword beats the
-    caller's generation_config, and that beats `own`, the model's; neither of the two counts if `params` are given.
-    Raises ValueError for an unknown or unsupported keyword, and for a wrong value."""
-    if isinstance(params, SamplingParams) and keywords.keys() <= _OWN:
-        chat, settings, rest = None, own, dict(keywords)
-    else:
-        chat, params, settings, rest = _like_transformers(params, keywords, own, vocab_size)
-    defaults = settings if params is None else {}
-    apart = {name: rest.pop(name, defaults.get(name)) for name in _NOT_OF_A_ROW}
-    inputs, attention_mask = _inputs(inputs, rest)
-    return_dict = rest.pop("return_dict_in_generate", None)
-    if return_dict is not None and not isinstance(return_dict, bool):
-        refuse("return_dict_in_generate", return_dict, "True, False or None")
-    processors = rest.pop("logits_processor", None)
-    as_they_are = {name: rest.pop(name) for name in _TAKEN_AS_THEY_ARE if name in rest}
-    eos, pad = (
-        rest.get("eos_token_id", settings.get("eos_token_id")),
-        _setting(settings, "pad_token_id"),
-    )
-    ends = _ids(token_ids.eos if eos is None and "eos_token_id" not in rest else eos)
-    if rest or not isinstance(params, SamplingParams):
-        rows = {name: value for name, value in settings.items() if name not in _NOT_OF_A_ROW}
-        params = _sampling_params(params, rows, rest)
+    """The arguments of a call of `generate` as a `Call`.
+
+    Args:
+        inputs: the prompts; None for a single empty prompt, or if `keywords` have them.
+        params: a SamplingParams, a list of them, or None; or a generation_config.
+        keywords: the other arguments. A keyword takes precedence over the caller's
+            generation_config.
+        own: the model's generation_config, over which the caller's takes precedence. If `params`
+            are given, only its special tokens count.
+        token_ids: the package's special tokens.
+        vocab_size: the number of the model's token ids.
+
+    Raises ValueError for an unknown or unsupported keyword, and for a wrong value.
+    """
+    given = dict(keywords)
+    config = given.pop("generation_config", None)
+    if callable(getattr(params, "to_dict", None)):  # transformers' second positional argument
+        config = params
+        params = None
+    changes = _config_changes(config)
+    if changes and params is not None:
+        raise ValueError("params and generation_config were given; put everything into either")
+    for name in _SPECIAL_TOKENS:
+        if name in given:
+            changes[name] = _token_id(name, given.pop(name), vocab_size)
+    settings = layered(own, changes)
+
+    chat = _take_chat_options(given)
+    inputs, attention_mask = _take_inputs(inputs, given)
+    values = _take_fields(given, {} if params is not None else settings)
+    first_stop = _first_id(given.get("eos_token_id", settings.get("eos_token_id")))
+    params = _sampling_params(params, settings, without_refused(GENERATE, given))
+
+    pad = _id_setting(settings, "pad_token_id")
     return Call(
         inputs=inputs,
         params=params,
         attention_mask=attention_mask,
-        # transformers' rule: the pad token is not read, unless it ends a row as well, as it may then be text.
-        pad=None if pad in ends else pad,
-        fill=next(iter(_ids(eos)), None) if pad is None else pad,
-        bos=_setting(settings, "bos_token_id"),
+        # transformers' rule: a pad token that also ends a row may be text, so it is read.
+        pad=None if pad in _stop_ids(params, token_ids) else pad,
+        fill=first_stop if pad is None else pad,
+        bos=_id_setting(settings, "bos_token_id"),
         chat=chat,
-        logits_processor=None
-        if isinstance(processors, Collection) and not processors
-        else processors,
-        stop_strings=apart["stop_strings"],
-        max_time=_seconds(apart["max_time"]),
-        num_return_sequences=_count(apart["num_return_sequences"]),
-        return_dict=return_dict,
-        **as_they_are,
+        **values,
     )
 
 
-def _like_transformers(
-    params: Any, keywords: Mapping[str, Any], own: Mapping[str, Any], vocab_size: int
-) -> tuple[ChatOptions | None, Any, dict[str, Any], dict[str, Any]]:
-    """The options of chat messages, the parameters, the settings of both generation_configs, and the other keywords."""
-    chat = {
-        name: value
-        for name, value in keywords.items()
-        if name in CHAT_OPTIONS and value is not None
-    }
-    rest = {name: value for name, value in keywords.items() if name not in CHAT_OPTIONS}
-    config = rest.pop("generation_config", None)
-    if callable(getattr(params, "to_dict", None)):  # transformers' second positional argument
-        config, params = params, None
-    given = {} if config is None else settings_of(config)
-    if given and params is not None:
-        raise ValueError("params and generation_config were given; put everything into either")
-    without_refused(GENERATE, {name: given[name] for name in _OUTPUTS if name in given})
-    rest = without_refused(GENERATE, rest)
-    for name in ("pad_token_id", "bos_token_id"):
-        if name in rest:
-            given[name] = _token_id(name, rest.pop(name), vocab_size)
-    options = ChatOptions(**chat) if chat else None
-    return options if options and options.given else None, params, layered(own, given), rest
+def _config_changes(config: Any) -> dict[str, Any]:
+    """The settings of the caller's generation_config, without those that ask for nothing. Raises
+    ValueError."""
+    if config is None:
+        return {}
+    changes = settings_of(config)
+    without_refused(GENERATE, {name: changes[name] for name in _CONFIG_OUTPUTS if name in changes})
+    return changes
+
+
+def _take_chat_options(given: dict[str, Any]) -> ChatOptions | None:
+    """The options of chat messages, removed from `given`; None if all are at their defaults."""
+    values = {name: given.pop(name) for name in CHAT_OPTIONS & given.keys()}
+    if not values:
+        return None
+    options = ChatOptions(**{name: value for name, value in values.items() if value is not None})
+    return options if options.given else None
+
+
+def _take_fields(given: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Call` that have a keyword, from `given`, where they are removed, or from
+    `settings`."""
+    values: dict[str, Any] = {}
+    for field_name, keyword in _KEYWORD_FIELDS.items():
+        name = keyword.name or field_name
+        if name in given:
+            value = given.pop(name)
+        elif keyword.in_config and name in settings:
+            value = settings[name]
+        else:
+            continue
+        values[field_name] = value if keyword.check is None else keyword.check(name, value)
+    return values
 
 
 def _sampling_params(
-    params: Any, settings: Mapping[str, Any], keywords: dict[str, Any]
+    params: Any, settings: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> SamplingParams | Sequence[SamplingParams]:
     """`params`, or the parameters of the settings with the keywords on top. Raises ValueError."""
     keywords = {name: value for name, value in keywords.items() if name not in BOOKKEEPING}
-    for name in keywords.keys() - SAMPLING:
-        if name in KEYWORDS:
+    for name in keywords.keys() - _SAMPLING_KEYWORDS - UNSUPPORTED.keys():
+        if name in _BATCH_KEYWORDS:
             raise ValueError(f"{name} is an argument of generate, for a batch; leave it out here")
-        raise ValueError(
-            unknown("generate has no argument", name, SAMPLING - UNSUPPORTED.keys() | KEYWORDS)
-        )
+        raise ValueError(unknown("generate has no argument", name, accepted_keywords()))
     if params is None:
-        return SamplingParams.from_generation_config(settings, **keywords)
+        config = {name: value for name, value in settings.items() if name not in _CONFIG_KEYWORDS}
+        return SamplingParams.from_generation_config(config, **keywords)
     if keywords:
         raise ValueError(
             f"params and {', '.join(keywords)} were given; put everything into params, or leave it out"
@@ -192,42 +272,57 @@ def _sampling_params(
     return params  # type: ignore[no-any-return]
 
 
-def _inputs(inputs: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """The prompts and their mask, in whichever argument they are given."""
-    named, mask = keywords.pop("input_ids", None), keywords.pop("attention_mask", None)
-    if inputs is not None and named is not None:
+def _take_inputs(inputs: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """The prompts and their mask, in whichever argument they are given; removed from `given`."""
+    input_ids = given.pop("input_ids", None)
+    mask = given.pop("attention_mask", None)
+    if inputs is not None and input_ids is not None:
         raise ValueError(
             "inputs and input_ids were given, which are two names of the same argument; give either"
         )
-    inputs = named if inputs is None else inputs
+    if inputs is None:
+        inputs = input_ids
     if isinstance(inputs, Mapping) and "input_ids" in inputs:
         others = without_refused(GENERATE, inputs).keys() - {"input_ids", "attention_mask"}
         if others:
             raise ValueError(
                 f"inputs has {', '.join(sorted(map(repr, others)))}; give a mapping of input_ids and attention_mask"
             )
-        mask = inputs.get("attention_mask") if mask is None else mask
+        if mask is None:
+            mask = inputs.get("attention_mask")
         inputs = inputs["input_ids"]
     return ([[]] if inputs is None else inputs), mask
 
 
-def _ids(ids: Any) -> list[Any]:
+def _stop_ids(
+    params: SamplingParams | Sequence[SamplingParams], token_ids: TokenIds
+) -> frozenset[int]:
+    """The token ids that end a row of the call."""
+    rows = [params] if isinstance(params, SamplingParams) else params
+    found: set[int] = set()
+    for row in rows:
+        found.update(token_ids.eos if row.eos_token_id is None else row.eos_token_id)
+    return frozenset(found)
+
+
+def _first_id(ids: Any) -> int | None:
+    """The first of several token ids, or a single id; None for none."""
     ids = plain(ids)
-    return [] if ids is None else list(ids) if isinstance(ids, Collection) else [ids]
+    if isinstance(ids, Collection):
+        return next(iter(ids), None)
+    return ids  # type: ignore[no-any-return]
 
 
-def _setting(settings: Mapping[str, Any], name: str) -> int | None:
+def _id_setting(settings: Mapping[str, Any], name: str) -> int | None:
     """A token id of the settings; in a model's file, a negative number means that there is none."""
     value = settings.get(name)
     return int(value) if is_integer(value, 0) else None
 
 
 def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
-    value = (
-        value.item()
-        if hasattr(value, "item") and getattr(value, "size", None) in (1, ())
-        else value
-    )
+    """A token id, also from an array with one element; None for None. Raises ValueError."""
+    if hasattr(value, "item") and getattr(value, "size", None) == 1:
+        value = value.item()
     if value is None:
         return None
     if not is_integer(value, 0, vocab_size - 1):
@@ -235,28 +330,21 @@ def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
     return int(value)
 
 
-def _count(value: Any) -> int:
-    if value is not None and not is_integer(value, 1):
-        refuse("num_return_sequences", value, "an integer >= 1, or None for 1")
-    return int(value or 1)
-
-
-def _seconds(value: Any) -> float | None:
-    if value is not None and not (is_number(value) and value > 0):
-        refuse("max_time", value, "a number of seconds > 0, or None")
-    return None if value is None else float(value)
-
-
 _ACCEPTED: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask if it is padded), or chat "
     'messages [{"role": ..., "content": ...}]'
 )
-_INT64: Final = 2**63
+_INT64_END: Final = 2**63
 
 
 class Prompt(NamedTuple):
-    """ids: [n] int64, n >= 1, the tokens that the model reads. given: [m] int64, the same tokens and their padding.
-    images: of the prompt, None without any."""
+    """A prompt as token ids.
+
+    Attributes:
+        ids: [n] int64, n >= 1, the tokens that the model reads.
+        given: [m] int64, the same tokens and their padding.
+        images: the prompt's images; None without any.
+    """
 
     ids: Array
     given: Array
@@ -282,50 +370,85 @@ def parse_prompts(
     *,
     holes: bool = True,
 ) -> list[Prompt]:
-    """The prompts of a call, with the inputs of `CausalLM.generate`, every id in [0, vocab_size). Raises ValueError.
-    bos: the token id that an empty prompt becomes, an error without it. holes: padding between tokens is valid."""
-    items, attention_mask = _items(call.inputs), call.attention_mask
-    if not len(items):
+    """The prompts of a call, with the inputs of `CausalLM.generate`.
+
+    Args:
+        call: its inputs, their mask and images, and the options of chat messages.
+        tokenizer: the tokenizer for texts; without it, texts are an error.
+        vocab_size: the end of the range of token ids, [0, vocab_size).
+        bos: the token id that replaces an empty prompt; without it, an empty prompt is an error.
+        reader: the reader of images.
+        holes: whether padding between tokens is valid.
+
+    Raises ValueError.
+    """
+    items = _items(call.inputs)
+    count = len(items)
+    if count == 0:
         raise ValueError("no prompt was given; give at least a single prompt")
-    pairs = zip(items, images_of_prompts(call.images, len(items)), strict=True)
-    read = []
-    for index, (item, own) in enumerate(pairs):
-        with _named(index, len(items)):
-            read.append(_row(index, item, tokenizer, call.chat, own, reader))
-    rows, images = [ids for ids, _ in read], [own for _, own in read]
-    texts = [isinstance(item, str) or is_chat(item) for item in items]
-    if attention_mask is not None:
-        masks = _masks(attention_mask, rows, texts)
-    else:
-        masks = [
-            np.ones(len(row), dtype=bool) if text or call.pad is None else row != call.pad
-            for row, text in zip(rows, texts, strict=True)
-        ]
+    images_of_items = images_of_prompts(call.images, count)
+    rows: list[Array] = []
+    processed_images: list[list[ProcessedImage]] = []
+    for index, item in enumerate(items):
+        with _naming_prompt(index, count):
+            ids, processed = _row(index, item, tokenizer, call.chat, images_of_items[index], reader)
+        rows.append(ids)
+        processed_images.append(processed)
+
     prompts = []
-    for index, (given, mask) in enumerate(zip(rows, masks, strict=True)):
+    for index, mask in enumerate(_row_masks(call, items, rows)):
+        given = rows[index]
+        if not holes:
+            _check_no_holes(index, mask)
         ids = given[mask]
-        if not holes and len(ids) and not mask[np.argmax(mask) :][: len(ids)].all():
-            raise ValueError(
-                f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
-                "or after them, or give an attention_mask of ones to have every token read"
-            )
         if len(ids) == 0:
             if bos is None:
                 raise ValueError(
                     f"prompt {index} is empty and the model has no beginning-of-text token; give a token"
                 )
             ids = np.array([bos], dtype=np.int64)
-            given = given if len(given) else ids
+            if len(given) == 0:
+                given = ids
         check_token_ids(f"prompt {index}", given, vocab_size)
-        with _named(index, len(items)):
-            image_prompt = reader.prompt(ids, images[index])
+        with _naming_prompt(index, count):
+            image_prompt = reader.prompt(ids, processed_images[index])
         prompts.append(Prompt(ids, given, image_prompt))
     return prompts
 
 
+def _row_masks(call: Call, items: Sequence[Any], rows: Sequence[Array]) -> list[Array]:
+    """The tokens of each row that are read, [n] bool. Without a mask, a block of token ids is
+    padded with the pad token, as in transformers; other prompts need no padding."""
+    are_texts = [isinstance(item, str) or is_chat(item) for item in items]
+    if call.attention_mask is not None:
+        return _masks(call.attention_mask, rows, are_texts)
+    if call.pad is not None and not any(are_texts) and _is_block(call.inputs, rows):
+        return [row != call.pad for row in rows]
+    return [np.ones(len(row), dtype=bool) for row in rows]
+
+
+def _is_block(inputs: Any, rows: Sequence[Array]) -> bool:
+    """Whether token ids are [rows, tokens]: a 2-D array, or a list of rows of one length. A single
+    row without that axis, and rows of different lengths, are no block."""
+    if hasattr(inputs, "__array__"):
+        return read_array("token ids", inputs).ndim == 2
+    return not _is_ids(inputs) and len({len(row) for row in rows}) == 1
+
+
+def _check_no_holes(index: int, mask: Array) -> None:
+    """Raise ValueError if tokens of a prompt that are not read stand between tokens that are
+    read."""
+    places = np.flatnonzero(mask)
+    if len(places) and places[-1] - places[0] + 1 != len(places):
+        raise ValueError(
+            f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
+            "or after them, or give an attention_mask of ones to have every token read"
+        )
+
+
 @contextmanager
-def _named(index: int, count: int) -> Iterator[None]:
-    """Name the prompt, one of `count`, in errors of its images."""
+def _naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Name a prompt in the errors of its images, if there are several prompts."""
     try:
         yield
     except ArgumentError as error:
@@ -398,7 +521,8 @@ def _is_ids(value: Any) -> bool:
 
 
 def read_array(what: str, value: Any) -> Array:
-    """`value` as an array, even a torch tensor on a device. Raises ValueError, with the name `what`."""
+    """`value` as an array, even a torch tensor on a device. Raises ValueError, with the name
+    `what`."""
     try:
         return np.asarray(value.cpu() if hasattr(value, "cpu") else value)
     except Exception as error:  # of the other library, if a tensor has no data or another layout
@@ -412,7 +536,7 @@ def _as_array(value: Any) -> Array:
     array = read_array("token ids", value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")
-    if array.dtype.kind == "u" and array.size and array.max() >= _INT64:
+    if array.dtype.kind == "u" and array.size and array.max() >= _INT64_END:
         raise ValueError(f"a prompt has token id {array.max()}; no model has so many tokens")
     return array.astype(np.int64)
 
@@ -428,7 +552,8 @@ def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) ->
         masks = [read_array("attention_mask", row) for row in attention_mask]
     else:
         masks = list(np.atleast_2d(read_array("attention_mask", attention_mask)))
-    wanted, got = [(len(row),) for row in rows], [mask.shape for mask in masks]
+    wanted = [(len(row),) for row in rows]
+    got = [mask.shape for mask in masks]
     if got != wanted or not all(np.isin(mask, (0, 1)).all() for mask in masks):
         raise ValueError(
             f"attention_mask must be 0 or 1 with the shape of the input ids, {_shape(wanted)}; it is {_shape(got)}"
@@ -437,12 +562,11 @@ def _masks(attention_mask: Any, rows: Sequence[Array], texts: Sequence[bool]) ->
 
 
 def _shape(rows: Sequence[tuple[int, ...]]) -> str:
-    same = len(set(rows)) == 1
-    return (
-        str((len(rows), *rows[0]))
-        if same
-        else f"rows of {', '.join('x'.join(map(str, row)) for row in rows)}"
-    )
+    """The shape of an array of `rows`, or the shape of each row if they differ."""
+    if len(set(rows)) == 1:
+        return str((len(rows), *rows[0]))
+    shapes = ("x".join(map(str, row)) for row in rows)
+    return f"rows of {', '.join(shapes)}"
 
 
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:

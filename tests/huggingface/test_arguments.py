@@ -14,7 +14,7 @@ import pytest
 
 from qsample.package.manifest import TokenIds
 from qsample.package.package import Package
-from qsample.runtime import CausalLM, SamplingParams, load
+from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, EOS, PAD, VOCAB, byte_tokenizer
 from tests.helpers.requests import PROMPTS
@@ -125,23 +125,40 @@ def test_a_pad_token_that_ends_a_row_is_read(fake_model: Callable[..., CausalLM]
     model = fake_model(generation_config={"pad_token_id": 40, "eos_token_id": [2, 41]})
     greedy = {"do_sample": False, "max_new_tokens": 1}
     for options, lengths in (
-        ({}, [2, 3]),
-        ({"pad_token_id": 41}, [4, 3]),  # one of the model's stop tokens
-        ({"eos_token_id": 40}, [4, 3]),
-        ({"eos_token_id": [7, 40]}, [4, 3]),
-        ({"eos_token_id": 41}, [2, 3]),
-        ({"eos_token_id": None, "pad_token_id": 41}, [4, 2]),
-        ({"generation_config": {"eos_token_id": 40}}, [4, 3]),
-        ({"attention_mask": [[1, 1, 1, 1], [1, 1, 1]]}, [4, 3]),
+        ({}, [2, 4]),
+        ({"pad_token_id": 41}, [4, 4]),  # one of the model's stop tokens
+        ({"eos_token_id": 40}, [4, 4]),
+        ({"eos_token_id": [7, 40]}, [4, 4]),
+        ({"eos_token_id": 41}, [2, 4]),
+        ({"eos_token_id": None, "pad_token_id": 41}, [4, 3]),
+        ({"generation_config": {"eos_token_id": 40}}, [4, 4]),
+        ({"attention_mask": [[1, 1, 1, 1], [1, 1, 1, 1]]}, [4, 4]),
     ):
         assert (
-            model.generate([[40, 40, 5, 6], [41, 5, 6]], **greedy, **options).prompt_lengths
+            model.generate([[40, 40, 5, 6], [41, 5, 6, 7]], **greedy, **options).prompt_lengths
             == lengths
         )
+    for stops, length in (((40,), 4), ((41,), 2), ((), 2), (None, 2)):
+        params = SamplingParams(temperature=0, max_new_tokens=1, eos_token_id=stops)
+        assert model.generate([[40, 40, 5, 6]], params).prompt_lengths == [length]
+        assert model.generate([[40, 40, 5, 6]], [params]).prompt_lengths == [length]
     of_tokenizer = fake_model(
         generation_config={"pad_token_id": EOS}
     )  # which the manifest knows from there
     assert of_tokenizer.generate([[EOS, 5]], **greedy).prompt_lengths == [2]
+
+
+def test_a_prompt_that_ends_with_the_pad_token_keeps_it(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    """As an instruct model has it: its pad token ends a message, and a call names another stop token."""
+    model = fake_model(generation_config={"pad_token_id": EOS, "eos_token_id": EOS})
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 1, "eos_token_id": 9}
+    for prompt in ([5, EOS, 6, EOS], np.array([5, EOS, 6, EOS])):
+        assert model.generate(prompt, **options).prompt_lengths == [4]
+        with Engine(model, slots=1) as engine:
+            assert engine.add_request(prompt, **options).prompt_tokens == 4
+    assert model.generate([[5, EOS, 6, EOS], [EOS, 7]], **options).prompt_lengths == [4, 2]
 
 
 def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> None:

@@ -22,7 +22,7 @@ from qsample.request.refusals import (
     check_from_pretrained,
     without_refused,
 )
-from qsample.runtime.call import KEYWORDS, SAMPLING
+from qsample.runtime.call import accepted_keywords
 
 TABLES = (
     GENERATE,
@@ -65,7 +65,8 @@ def test_every_keyword_of_transformers_generate_is_known() -> None:
     }
     names |= {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     names |= set(transformers.utils.generic.TransformersKwargs.__optional_keys__)
-    assert names - KEYWORDS - SAMPLING - GENERATE.keys() == {"transformers_version"}
+    known = accepted_keywords() | UNSUPPORTED.keys() | GENERATE.keys()
+    assert names - known == {"transformers_version"}
 
 
 def test_what_transformers_fills_in_by_itself_is_harmless() -> None:

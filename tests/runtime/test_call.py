@@ -77,8 +77,23 @@ def test_the_pad_token_is_not_read_where_no_mask_says_otherwise(form: Any) -> No
         == rows(ids)
         == [[0, 0, 5], [6, 0, 7], [8, 9, 0]]
     )
-    assert rows(form([0, 5]), pad=0) == [[5]]
+    assert rows(form([[0, 5]]), pad=0) == [[5]]
     assert rows(["a"], pad=68) == [[1, 68]]  # text has no padding
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [5, 0, 6, 0],
+        np.array([5, 0, 6, 0]),
+        [[5, 6, 0], [0, 7]],
+        [np.array([5, 6, 0]), np.array([0, 7])],
+        [[5, 6, 0], [0, 7], []],
+    ],
+)
+def test_a_single_row_and_rows_of_different_lengths_have_no_padding(prompts: Any) -> None:
+    assert rows(prompts, pad=0) == rows(prompts)
+    assert 0 in rows(prompts)[0]
 
 
 def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None:
@@ -88,7 +103,7 @@ def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None
 
     assert parse([[0, 5, 6], [5, 6, 0], [5, 6, 7], [0, 0, 0]])[:3] == [[5, 6], [5, 6], [5, 6, 7]]
     assert parse([[], [5]]) == [[BOS], [5]]
-    for ids, mask in (([[5], [6, 0, 7]], None), ([[9], [6, 8, 7]], [[1], [1, 0, 1]])):
+    for ids, mask in (([[5, 5, 5], [6, 0, 7]], None), ([[9], [6, 8, 7]], [[1], [1, 0, 1]])):
         with pytest.raises(ValueError, match="prompt 1 has padding between its tokens"):
             parse(ids, mask)
 
