@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
-from qsample.errors import ArgumentError, shown
+from qsample.errors import ArgumentError, shown, unknown
+
+T = TypeVar("T")
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
@@ -142,6 +144,16 @@ def checked(
     default, if it counts for equality."""
     metadata["check"] = check
     return field(default=default, default_factory=factory, hash=hashed, metadata=metadata)
+
+
+def from_keywords(kind: type[T], function: str, given: Mapping[str, Any]) -> T:
+    """An instance of the dataclass `kind`, whose fields are the keywords of `function`. Raises TypeError for an unknown
+    keyword."""
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            raise TypeError(unknown(f"{function} has no argument", name, names))
+    return kind(**given)
 
 
 def refuse(name: str, value: Any, accepted: str) -> NoReturn:

@@ -63,17 +63,6 @@ class SessionOptions:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """As `load` takes them."""
-        threads, own = self.intra_op_num_threads, dict(self.provider_options)
-        named = {
-            "intra_op_num_threads": threads,
-            "provider_options": own,
-            "session_config": dict(self.config),
-        }
-        return {**named, "batch_invariant": self.batch_invariant}
-
 
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
-from qsample.checks import check_count
+import numpy as np
+
+from qsample.checks import check_count, from_keywords
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
 from qsample.huggingface.facade import (
@@ -39,81 +43,130 @@ from qsample.runtime.decode.prefixes import Pieces, shared_pieces, shared_prefix
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.image_prompts import ImageReader
-from qsample.runtime.output import GenerateOutput, hand_on, make_output, run
+from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import find_adapter, make_sequences
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import NO_DRAFTS, Sequence
 from qsample.text.generated_text import Streamer, check_streamer
 from qsample.text.tokenizer import Tokenizer
 
-_CAPACITY_STEP: Final = 64  # capacities are multiples of this, if nothing else decides
+# Unless the package or the caller fixes the capacity of a row, it is a multiple of this number
+# of tokens.
+_CAPACITY_STEP: Final = 64
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `load`. `LoadOptions` has their defaults."""
+
+    ctx_len: int | None
+    intra_op_num_threads: int | None
+    provider_options: Mapping[str, str] | None
+    session_config: Mapping[str, str] | None
+    batch_invariant: bool
+    image_cache_bytes: int
+    verify: bool
+    trusted_keys: TrustedKeys | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The keywords of `load`, where they are described. Raises ValueError for a wrong value."""
+
+    ctx_len: int | None = None
+    intra_op_num_threads: int | None = None
+    provider_options: Mapping[str, str] | None = None
+    session_config: Mapping[str, str] | None = None
+    batch_invariant: bool = True
+    image_cache_bytes: int = DEFAULT_CACHE_BYTES
+    verify: bool = True
+    trusted_keys: TrustedKeys | None = None
+
+    def __post_init__(self) -> None:
+        check_count("ctx_len", self.ctx_len, least=2)
+        check_count("image_cache_bytes", self.image_cache_bytes, 0)
+        _ = self.sessions
+
+    @property
+    def sessions(self) -> SessionOptions:
+        """The options of ONNX Runtime."""
+        return SessionOptions(
+            self.intra_op_num_threads,
+            self.provider_options or {},
+            self.session_config or {},
+            self.batch_invariant,
+        )
 
 
 def load(
     path: str | Path,
     provider: str | abc.Sequence[str] | None = None,
-    *,
-    ctx_len: int | None = None,
-    intra_op_num_threads: int | None = None,
-    provider_options: Mapping[str, str] | None = None,
-    session_config: Mapping[str, str] | None = None,
-    batch_invariant: bool = True,
-    image_cache_bytes: int = DEFAULT_CACHE_BYTES,
-    verify: bool = True,
-    trusted_keys: TrustedKeys | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> CausalLM:
     """Open a package for generation. Needs onnxruntime, numpy and tokenizers, nothing else.
 
     Args:
         path: the folder of a package or a bundle.
         provider: "cpu", "cuda" or another of ONNX Runtime's providers by its short name (see
-            `qsample.ort.providers.execution_providers`), or a list of ONNX Runtime's full names. By default the
-            provider that a device package was compiled for, otherwise "cpu"; of a bundle, the variant for the first
-            device here.
-        ctx_len: tokens of a row, for portable packages; by default a call's need, up to max_position_embeddings.
-        intra_op_num_threads: threads of an operator. By default ONNX Runtime's choice, the machine's cores, or fewer if
-            this process's affinity or a control group's quota leaves it fewer.
-        provider_options, session_config: passed to ONNX Runtime.
-        batch_invariant: a row's tokens do not depend on the other rows of its batch. Some processors round a single row
-            otherwise than several, so that a step over one row computes two: docs/devices.md has their price. False
-            gives up the promise, and takes each number of rows as it is.
-        image_cache_bytes: of image features that are kept for images that come again; the images used longest ago go.
-        verify: compare every file's sha256 with the manifest first.
-        trusted_keys: refuse a package unless one of these signed it: PEM files of public keys or of certificate
-            authorities, folders of such files, "sigstore:ACCOUNT,ISSUER". Needs the extra `sign`; see docs/security.md.
+            `qsample.ort.providers.execution_providers`), or a list of ONNX Runtime's full names. By
+            default the provider that a device package was compiled for, otherwise "cpu"; for a
+            bundle, the variant for the first device here.
+        ctx_len: the number of tokens of a row, for portable packages; by default what a call needs,
+            up to max_position_embeddings.
+        intra_op_num_threads: the number of threads of an operator. By default ONNX Runtime's
+            choice, the machine's cores, or fewer if this process's affinity or a control group's
+            quota leaves it fewer.
+        provider_options: the options of the first provider, passed to ONNX Runtime; by default
+            none.
+        session_config: the entries of the session's configuration, passed to ONNX Runtime; by
+            default none.
+        batch_invariant: whether a row's tokens do not depend on the other rows of its batch; by
+            default True. Some processors round a single row differently from several rows, so a
+            step over one row computes two: docs/devices.md has the price. False gives up the
+            promise, and takes each number of rows as it is.
+        image_cache_bytes: the most bytes of image features that are kept for images that come
+            again, by default 256 MiB. The images that were used longest ago are dropped first.
+        verify: whether every file's sha256 is compared with the manifest first; by default True.
+        trusted_keys: the keys of which one must have signed the package: PEM files of public keys
+            or of certificate authorities, folders of such files, "sigstore:ACCOUNT,ISSUER". By
+            default no signature is needed. Needs the extra `sign`; see docs/security.md.
+        options: the keywords above, from ctx_len on.
 
-    Raises PackageError if the package is damaged or not signed by a trusted key, QsampleError if it does not fit the
-    provider or ctx_len.
+    Raises PackageError if the package is damaged or not signed by a trusted key, QsampleError if it
+    does not fit the provider or ctx_len, ValueError for a wrong value, and TypeError for an unknown
+    keyword.
 
     >>> model = load("exported")
     >>> model.generate("In the beginning", max_new_tokens=16, temperature=0.8, seed=1).texts
     """
-    check_count("image_cache_bytes", image_cache_bytes, 0)
-    options = SessionOptions(
-        intra_op_num_threads, provider_options or {}, session_config or {}, batch_invariant
-    )
+    chosen = from_keywords(LoadOptions, "load", options)
 
     def opened(package: Package) -> CausalLM:
-        _check_ctx_len(package, ctx_len)
-        arguments = {
-            "provider": provider,
-            "ctx_len": ctx_len,
-            "verify": verify,
-            "trusted_keys": trusted_keys,
-        }
-        arguments |= options.arguments | {"image_cache_bytes": image_cache_bytes}
-        sessions = open_sessions(package, provider, options)
-        open_vision = partial(VisionEncoder, package, image_cache_bytes, provider, options)
-        return CausalLM(package, sessions, ctx_len, open_vision=open_vision, loaded_with=arguments)
+        _check_ctx_len(package, chosen.ctx_len)
+        open_vision = partial(
+            VisionEncoder, package, chosen.image_cache_bytes, provider, chosen.sessions
+        )
+        return CausalLM(
+            package,
+            open_sessions(package, provider, chosen.sessions),
+            chosen.ctx_len,
+            open_vision=open_vision,
+            loaded_with={"provider": provider, **asdict(chosen)},
+        )
 
-    return use_package(package_in(path, provider), opened, verify=verify, trusted_keys=trusted_keys)
+    return use_package(
+        package_in(path, provider),
+        opened,
+        verify=chosen.verify,
+        trusted_keys=chosen.trusted_keys,
+    )
 
 
 class CausalLM(ModelMethods):
-    """A loaded package. It pickles as the arguments of `load`, and is opened again from the package's path.
+    """A loaded package. It pickles as the arguments of `load`, and is opened again from the
+    package's path.
 
-    package: its folder and manifest. tokenizer: None if it was exported without a tokenizer. config: the model's
-    config.json. sessions: the graphs. images: what it makes of images. batch_size: most rows of a call; None for any
-    number.
+    package: its folder and manifest. tokenizer: None if it was exported without a tokenizer.
+    config: the model's config.json. sessions: the graphs. images: what it makes of images.
+    batch_size: most rows of a call; None for any number.
     """
 
     def __init__(
@@ -125,8 +178,8 @@ class CausalLM(ModelMethods):
         open_vision: abc.Callable[[], VisionEncoder] | None = None,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
-        """ctx_len: of a portable package, see `load`. open_vision: see `ImageReader`. loaded_with: the arguments of
-        `load` but the path; without them, the model cannot be pickled."""
+        """ctx_len: of a portable package, see `load`. open_vision: see `ImageReader`. loaded_with:
+        the arguments of `load` but the path; without them, the model cannot be pickled."""
         self.package = package
         self.interface: Interface = package.interface
         self.features = self.interface.features
@@ -157,7 +210,8 @@ class CausalLM(ModelMethods):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The defaults of calls, from the model's file; they may be changed, or replaced, as in `generate`."""
+        """The defaults of calls, from the model's file; they may be changed, or replaced, as in
+        `generate`."""
         return self._generation_config
 
     @generation_config.setter
@@ -197,56 +251,63 @@ class CausalLM(ModelMethods):
         inputs: Any = None,
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
-        attention_mask: Any = None,
         streamer: Streamer | None = None,
-        images: Any = None,
-        seed: int | abc.Sequence[int] | None = None,
-        allowed_tokens: Any = None,
         prefill_chunk_size: int | None = None,
         flush_every: int | None = None,
         double_buffering: bool = True,
-        stop_strings: str | abc.Sequence[str] | None = None,
-        return_dict_in_generate: bool | None = None,
         **options: Any,
     ) -> Any:
         """Continue a prompt, or a batch of prompts of different lengths.
 
         Args:
-            inputs: a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any of these.
-            params: for all rows, or a list with the parameters of each prompt. By default the model's
-                generation_config, with `options` on top.
-            attention_mask: 0 for each token of the inputs that is padding, with their shape. By default as transformers
-                infers it: the pad token is padding, unless it is a stop token, too.
-            images: of a prompt, an image or a list; of several prompts, a list with the images of each. An image is a
-                path, the bytes of a file, an image of Pillow, or an array [height, width, 3] uint8. They stand where
-                the prompt has places for them, see docs/images.md; otherwise before a text.
+            inputs: a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any
+                of these.
+            params: for all rows, or a list with the parameters of each prompt. By default the
+                model's generation_config, with `options` on top.
+            attention_mask: 0 for each token of the inputs that is padding, with their shape. By
+                default as transformers infers it for a block [rows, tokens]: the pad token is
+                padding, unless it is a stop token, too. In a single row without that axis, and in
+                rows of different lengths, every token is read.
+            images: of a prompt, an image or a list; of several prompts, a list with the images of
+                each. An image is a path, the bytes of a file, an image of Pillow, or an array
+                [height, width, 3] uint8. They stand where the prompt has places for them, see
+                docs/images.md; otherwise before a text.
             streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
-            seed: of the first row, the next rows taking the numbers after it; or a list with the seed of each row. By
-                default the seeds of `params`, otherwise fresh seeds. A row depends on its seed only, not on the batch.
-            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a function that writes
-                the mask of each next token, see `AllowedTokensFn`. Needs the feature.
-            prefill_chunk_size: most tokens of short prompts that are read in a call; by default, only as many as make
-                it faster. A prompt is read in pieces (`sessions.prompts.piece_size` tokens) in any case.
-            flush_every: decode steps between two reads of the sampled tokens and the optional outputs; by default 1 on
-                the CPU, 4 elsewhere. It changes no token, only how many come at once. If the tokens of every step are
-                needed, as by a function for allowed_tokens, these are read every step, and the outputs as before.
-            double_buffering: start the next step while the tokens of the last step are read and streamed; False waits.
-            stop_strings: texts that end a row; by default those of the generation_config. `texts` is cut off before the
-                first complete stop string; `token_ids` goes on to the token that completes it.
-            return_dict_in_generate: False for the `sequences` alone, without the attributes of the output.
+            seed: of the first row, the next rows taking the numbers after it; or a list with the
+                seed of each row. By default the seeds of `params`, otherwise fresh seeds. A row
+                depends on its seed only, not on the batch.
+            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a
+                function that writes the mask of each next token, see `AllowedTokensFn`. Needs the
+                feature.
+            prefill_chunk_size: most tokens of short prompts that are read in a call; by default,
+                only as many as make it faster. A prompt is read in pieces (`sessions.prompts.piece_size`
+                tokens) in any case.
+            flush_every: decode steps between two reads of the sampled tokens and the optional
+                outputs; by default 1 on the CPU, 4 elsewhere. It changes no token, only how many
+                come at once. If the tokens of every step are needed, as by a function for
+                allowed_tokens, these are read every step, and the outputs as before.
+            double_buffering: start the next step while the tokens of the last step are read and
+                streamed; False waits.
+            stop_strings: texts that end a row; by default those of the generation_config. `texts`
+                is cut off before the first complete stop string; `token_ids` goes on to the token
+                that completes it.
+            return_dict_in_generate: False for the `sequences` alone, without the attributes of the
+                output.
             options: fields of SamplingParams, or do_sample, in place of `params`; as in
-                `SamplingParams.from_generation_config`. With chat messages also the fields of `ChatOptions`. And
-                transformers' own: input_ids, for inputs; generation_config, an object, a mapping or a path, on top of
-                the model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in seconds;
-                stopping_criteria, see `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows
-                of each prompt, next to each other, from a single reading of it. docs/transformers.md has the rest.
+                `SamplingParams.from_generation_config`. With chat messages also the fields of
+                `ChatOptions`. And transformers' own: input_ids, for inputs; generation_config, an
+                object, a mapping or a path, on top of the model's; pad_token_id; bos_token_id;
+                tokenizer, if the package has none; max_time, in seconds; stopping_criteria, see
+                `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows of
+                each prompt, next to each other, from a single reading of it. docs/transformers.md
+                has the rest.
 
-        A row ends at a stop token, at its maximum length (by default the model's, otherwise 256 new tokens), or if the
-        context length is full.
+        A row ends at a stop token, at its maximum length (by default the model's, otherwise 256 new
+        tokens), or if the context length is full.
 
         Returns:
-            A `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further attributes; a tensor if the
-            prompts were given as a tensor, an array otherwise.
+            A `GenerateOutput`: the token ids of all rows, [B, P + N] int64, with further
+            attributes; a tensor if the prompts were given as a tensor, an array otherwise.
 
         Raises:
             ValueError: an argument is wrong.
@@ -254,35 +315,22 @@ class CausalLM(ModelMethods):
         if self._advice is not None:
             warnings.warn(self._advice, stacklevel=2)
             self._advice = None
-        named = {
-            "attention_mask": attention_mask,
-            "images": images,
-            "seed": seed,
-            "allowed_tokens": allowed_tokens,
-        }
-        named |= {"stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate}
-        call = self.read(inputs, params, **options, **named)
+        call = self.read(inputs, params, **options)
         sequences, guide = self.prepare(call)
         self.images.see(sequences)
         pad = self.package.manifest.token_ids.pad if call.fill is None else call.fill
         end = None
         if call.stopping_criteria is not None or call.max_time is not None:
             end = BatchEnd(call.stopping_criteria, call.max_time, sequences, pad)
-            flush_every = flush_every or 1
         processors = None
         if call.logits_processor is not None:
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface)
+        batch = _Batch(sequences, streamer, guide, end)
         slots = min(len(sequences), self.batch_size or len(sequences))
-        if guide is not None or end is not None:
-            follow = (
-                "a function for allowed_tokens follows"
-                if guide
-                else "stopping_criteria and max_time follow"
-            )
-            self._check_together(sequences, slots, f"{follow} a single batch")
-        if streamer is not None:
-            check_streamer(streamer, len(sequences))
+        self._check_batch(batch, slots)
         check_count("prefill_chunk_size", prefill_chunk_size)
+        if flush_every is None and end is not None:
+            flush_every = 1
         flush_every = choose_flush_every(self.sessions, flush_every)
         if guide is not None:
             guide.start()
@@ -295,12 +343,10 @@ class CausalLM(ModelMethods):
         capacity = self.capacity(max(sequence.request.max_length for sequence in sequences))
         device = self._take_slots(slots, capacity, flush_every)
         device.process_logits = processors
-        # A `BatchEnd` takes the tokens, so that none is handed on after the end.
-        deliver = partial(hand_on, streamer, None) if end is None else lambda sequence: None
         loop = DecodeLoop(
-            device, Scheduler(slots, config), deliver, double_buffering=double_buffering
+            device, Scheduler(slots, config), batch.deliver, double_buffering=double_buffering
         )
-        timing = run(loop, sequences, streamer, guide, end)
+        timing = batch.run(loop)
         if self.sessions.replays is not None:
             for slot in range(slots):
                 device.stop(slot)
@@ -314,6 +360,20 @@ class CausalLM(ModelMethods):
                 stacklevel=2,
             )
         return output.sequences if call.return_dict is False else output
+
+    def _check_batch(self, batch: _Batch, slots: int) -> None:
+        """Raise ValueError unless the batch can run in `slots`: its streamer follows a single row,
+        and callbacks of the whole batch need all rows to run at once."""
+        if batch.guide is not None:
+            self._check_together(
+                batch.sequences, slots, "a function for allowed_tokens follows a single batch"
+            )
+        elif batch.end is not None:
+            self._check_together(
+                batch.sequences, slots, "stopping_criteria and max_time follow a single batch"
+            )
+        if batch.streamer is not None:
+            check_streamer(batch.streamer, len(batch.sequences))
 
     def _check_together(self, sequences: abc.Sequence[Sequence], slots: int, reason: str) -> None:
         """Raise ValueError unless all sequences can run at once."""
@@ -329,7 +389,8 @@ class CausalLM(ModelMethods):
             )
 
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
-        """A `Call` of the arguments of `generate` and the generation_config. Raises ValueError for a wrong argument."""
+        """A `Call` of the arguments of `generate` and the generation_config. Raises ValueError for
+        a wrong argument."""
         if options.get("stop_strings") is None:
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
@@ -353,9 +414,12 @@ class CausalLM(ModelMethods):
             hotswap: replace an adapter of that name; requests that run with it go on to their end.
 
         Raises:
-            ValueError: If the name is taken or not a text, the path is none, or the package takes no adapters.
-            UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that the package keeps.
-            QsampleError: If a file is missing or damaged, or the adapter is of another model or too large.
+            ValueError: If the name is taken or not a text, the path is none, or the package takes
+                no adapters.
+            UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that
+                the package keeps.
+            QsampleError: If a file is missing or damaged, or the adapter is of another model or too
+                large.
         """
         if not hotswap and isinstance(adapter_name, str) and adapter_name in self._adapters:
             raise _taken(adapter_name)
@@ -369,7 +433,8 @@ class CausalLM(ModelMethods):
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
-        """Forget the LoRA adapter `adapter_name`; requests that run with it go on. ValueError for an unknown name."""
+        """Forget the LoRA adapter `adapter_name`; requests that run with it go on. ValueError for
+        an unknown name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
             there = ", ".join([*self._adapters]) or "none"
             raise ValueError(
@@ -379,9 +444,16 @@ class CausalLM(ModelMethods):
     def prepare(
         self, call: Call, capacity: int | None = None, *, priority: int = 0
     ) -> tuple[list[Sequence], Guide | None]:
-        """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a function. capacity:
-        tokens of a slot; by default the need of the longest sequence. priority: the rank of the sequences among those
-        that wait. Raises ValueError for a wrong argument."""
+        """The sequences of a call, and the guide that writes their masks if its allowed_tokens is a
+        function.
+
+        Args:
+            call: the arguments of the call.
+            capacity: the tokens of a slot; by default the need of the longest sequence.
+            priority: the rank of the sequences among those that wait; the lowest goes first.
+
+        Raises ValueError for a wrong argument.
+        """
         return make_sequences(
             call,
             self.interface,
@@ -402,16 +474,20 @@ class CausalLM(ModelMethods):
         progress: Progress | None = None,
         **options: Any,
     ) -> int:
-        """Read a prompt, and write its keys, values and recurrent states to a file, for `Engine(prefixes=[...])`.
+        """Read a prompt, and write its keys, values and recurrent states to a file, for
+        `Engine(prefixes=[...])`.
 
-        A prompt that begins with the same tokens continues from there, in any process, and gets the tokens that it gets
-        without the file. Prompts are read in pieces (`sessions.prompts.piece_size` tokens), and whole pieces are saved.
+        A prompt that begins with the same tokens continues from there, in any process, and gets the
+        tokens that it gets without the file. Prompts are read in pieces (`sessions.prompts.piece_size`
+        tokens), and whole pieces are saved.
 
         Args:
-            inputs: a text, token ids, or chat messages. Of messages, the beginning of all conversations which begin
-                with them is saved: their common tokens, before any continuation.
+            inputs: a text, token ids, or chat messages. Of messages, the beginning of all
+                conversations which begin with them is saved: their common tokens, before any
+                continuation.
             path: of the file, in safetensors' format; a file of that name is replaced.
-            adapter: the name of a loaded adapter; the file is for prompts with the same adapter, under any name.
+            adapter: the name of a loaded adapter; the file is for prompts with the same adapter,
+                under any name.
             progress: called with a stage's name and the fraction done, in [0, 1].
             options: of chat messages, and images, as in `generate`.
 
@@ -419,7 +495,8 @@ class CausalLM(ModelMethods):
             The number of tokens in the file.
 
         Raises:
-            ValueError: If the prompt is not valid, shorter than a piece, or longer than the model's context.
+            ValueError: If the prompt is not valid, shorter than a piece, or longer than the model's
+                context.
             PackageError: If the file cannot be written.
         """
         path = Path(path)
@@ -463,7 +540,8 @@ class CausalLM(ModelMethods):
     def _common_beginning(
         self, inputs: Any, options: Mapping[str, Any], pieces: Pieces
     ) -> tuple[Prompt, int, int]:
-        """A prompt, the number of its tokens that do not depend on later chat messages, and those in whole pieces."""
+        """A prompt, the number of its tokens that do not depend on later chat messages, and those
+        in whole pieces."""
 
         def read(inputs: Any, **more: Any) -> Prompt:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
@@ -499,13 +577,74 @@ class CausalLM(ModelMethods):
         return Slots(self.sessions, count, capacity, flush_every=flush_every)
 
     def capacity(self, tokens: int) -> int:
-        """T, the size of buffers for rows of `tokens` tokens: fixed by the package or `load`, otherwise `tokens`
-        rounded up, at most the positions of the model."""
+        """T, the size of buffers for rows of `tokens` tokens: fixed by the package or `load`,
+        otherwise `tokens` rounded up, at most the positions of the model."""
         if self._ctx_len is not None:
             return self._ctx_len
         rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         limit = self.package.manifest.max_position_embeddings
         return rounded if limit is None else min(rounded, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The rows of a call of `generate`, and everything that follows them while they run.
+
+    Args:
+        sequences: the rows.
+        streamer: gets the tokens of the only row.
+        guide: writes masks between steps.
+        end: ends rows before the graph does.
+    """
+
+    sequences: list[Sequence]
+    streamer: Streamer | None
+    guide: Guide | None
+    end: BatchEnd | None
+
+    def run(self, loop: DecodeLoop) -> Timing:
+        """Run every row to its end."""
+        if self.streamer is not None:
+            self.streamer.put(self.sequences[0].request.given_prompt[None])
+        started = time.perf_counter()
+        prefilled = None
+        with loop:
+            for sequence in self.sequences:
+                loop.add(sequence)
+            while loop.busy:
+                loop.step()
+                if prefilled is None and all(sequence.started for sequence in self.sequences):
+                    prefilled = time.perf_counter()
+                self._follow(loop)
+        ended = time.perf_counter()
+        if self.streamer is not None:
+            self.streamer.end()
+        if prefilled is None:
+            prefilled = ended
+        drafts = sum((sequence.progress.drafts for sequence in self.sequences), NO_DRAFTS)
+        return Timing(prefilled - started, ended - prefilled, loop.steps, drafts)
+
+    def deliver(self, sequence: Sequence) -> None:
+        """Stream the tokens of a row that were read. If there is an `end`, it takes them, a token
+        of every row at a time, so that no token after the end is streamed."""
+        if self.end is None:
+            self._stream(sequence)
+
+    def _follow(self, loop: DecodeLoop) -> None:
+        """Let the guide and the end see the tokens of a step."""
+        if self.guide is not None and loop.busy and not loop.prefilling:
+            self.guide.update(loop.set_parameter, loop.read_outputs)
+        if self.end is not None:
+            self.end.update(loop.leave, partial(self._stream, most=1))
+
+    def _stream(self, sequence: Sequence, most: int | None = None) -> None:
+        """Take the tokens of a row that were read, at most `most`, and give them to the
+        streamer."""
+        tokens, _ = sequence.take(most)
+        if self.streamer is None:
+            return
+        for token in tokens:
+            self.streamer.put(np.array([token], dtype=np.int64))
 
 
 def _taken(adapter_name: str) -> ValueError:
@@ -518,7 +657,6 @@ def _taken(adapter_name: str) -> ValueError:
 def _check_ctx_len(package: Package, ctx_len: int | None) -> None:
     if ctx_len is None:
         return
-    check_count("ctx_len", ctx_len, least=2)
     manifest = package.manifest
     if manifest.compilation is not None and ctx_len != manifest.compilation.ctx_len:
         raise ValueError(
@@ -539,7 +677,8 @@ def _fingerprint(package: Package) -> str:
 def _reopen(
     path: Path, wanted: str, arguments: Mapping[str, Any], generation_config: Mapping[str, Any]
 ) -> CausalLM:
-    """`load` the package of a pickled model again. Raises PackageError unless its fingerprint is the `wanted` one."""
+    """`load` the package of a pickled model again. Raises PackageError unless its fingerprint is
+    the `wanted` one."""
     try:
         package = read_package(path, verify=False)
     except PackageError as error:

@@ -1,21 +1,25 @@
-"""Continuous batching: prompts come at any time, from any thread, and their tokens go out as they are sampled.
+"""Continuous batching: prompts come at any time, from any thread, and their tokens go out as they
+are sampled.
 
-The engine runs the decode loop on a separate thread. If readers of requests drove the loop, all requests would wait
-while a reader is busy elsewhere, and an event loop would be blocked during every step.
+The engine runs the decode loop on a separate thread. If readers of requests drove the loop, all
+requests would wait while a reader is busy elsewhere, and an event loop would be blocked during
+every step.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import threading
 import time
 from collections import abc, deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
-from qsample.checks import check_count, checked_timeout
+from qsample.checks import check_count, checked_timeout, from_keywords
 from qsample.errors import (
     EngineClosedError,
     Failure,
@@ -36,22 +40,67 @@ from qsample.runtime.request import CANCELLED, TIME, EngineStats, Request, Reque
 from qsample.runtime.sequence import Sequence
 
 DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
-_CTX_LEN: Final = 4096  # likewise; less if the model knows fewer positions
+# Tokens of a slot, if neither the caller nor the package chooses; fewer if the model knows fewer
+# positions.
+_DEFAULT_CTX_LEN: Final = 4096
+# Exceptions that are not the fault of a prompt: `map` raises them even if it returns the errors of
+# prompts.
+_ENGINE_ERRORS: Final[tuple[type[Exception], ...]] = (EngineClosedError, ImportError, MemoryError)
 
-_NO_FAULT_OF_A_PROMPT: Final[tuple[type[Exception], ...]] = (
-    EngineClosedError,
-    ImportError,
-    MemoryError,
-)
+
+class EngineKeywords(TypedDict, total=False):
+    """The keywords of `Engine`. `EngineOptions` has their defaults."""
+
+    slots: int | None
+    max_waiting: int
+    prefill_chunk_size: int | None
+    flush_every: int | None
+    double_buffering: bool
+    saved_states: int | None
+    reuse_sampled_tokens: bool
+    prefixes: abc.Sequence[str | Path]
+    prefix_cache_dir: str | Path | None
+    prefix_cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The keywords of `Engine`, where they are described. Raises ValueError for a wrong value."""
+
+    slots: int | None = None
+    max_waiting: int = 64
+    prefill_chunk_size: int | None = None
+    flush_every: int | None = None
+    double_buffering: bool = True
+    saved_states: int | None = None
+    reuse_sampled_tokens: bool = False
+    prefixes: abc.Sequence[str | Path] = ()
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_bytes: int = DEFAULT_BYTES
+
+    def __post_init__(self) -> None:
+        check_count("slots", self.slots)
+        check_count("max_waiting", self.max_waiting, 0)
+        check_count("prefill_chunk_size", self.prefill_chunk_size)
+        check_count("saved_states", self.saved_states, 0)
+        if self.prefix_cache_dir is not None and self.reuse_sampled_tokens:
+            raise ValueError(
+                "prefix_cache_dir keeps tokens that were read, and reuse_sampled_tokens continues from sampled tokens, "
+                "which may give others; leave either out"
+            )
+        if isinstance(self.prefixes, str | Path):
+            raise ValueError(f"prefixes is {shown(self.prefixes)}; give a list of files")
 
 
 class Engine:
-    r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when it ends.
+    r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when
+    it ends.
 
-    A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its slot, the time at
-    which it joined, or earlier requests; docs/serving.md lists the exceptions, a last bit in some kernels. Of a prompt
-    that begins like another, of a request that runs or that ended, only the rest is read. Sampled tokens are read again
-    if a prompt repeats them, unless `reuse_sampled_tokens` is set.
+    A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its
+    slot, the time at which it joined, or earlier requests; docs/serving.md lists the exceptions, a
+    last bit in some kernels. Of a prompt that begins like another, of a request that runs or that
+    ended, only the rest is read. Sampled tokens are read again if a prompt repeats them, unless
+    `reuse_sampled_tokens` is set.
 
     >>> with Engine(load("package"), slots=8) as engine:
     ...     request = engine.add_request("In the beginning", max_new_tokens=64, temperature=0.8, stop_strings="\n\n")
@@ -60,113 +109,101 @@ class Engine:
     ...     print(request.result().finish_reason)
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        *,
-        slots: int | None = None,
-        max_waiting: int = 64,
-        prefill_chunk_size: int | None = None,
-        flush_every: int | None = None,
-        double_buffering: bool = True,
-        saved_states: int | None = None,
-        reuse_sampled_tokens: bool = False,
-        prefixes: abc.Sequence[str | Path] = (),
-        prefix_cache_dir: str | Path | None = None,
-        prefix_cache_bytes: int = DEFAULT_BYTES,
-    ) -> None:
+    def __init__(self, model: CausalLM, **options: Unpack[EngineKeywords]) -> None:
         """Allocate the batch's memory and start the thread.
 
         Args:
-            model: its ctx_len (see `load`) is the capacity of a slot; without it, at most 4096 tokens.
-            slots: rows of the batch; by default the number that the package was compiled for, or 8.
-            max_waiting: requests that may wait for a slot; see `add_request`.
-            prefill_chunk_size: most prompt tokens between two decode steps, in whole pieces of 64 tokens on the CPU
-                (256 after the first 1,024) and 512 elsewhere; at least a piece, the default: a prompt is cut at their
-                ends only. More read a prompt faster, fewer hold up running requests for a shorter time.
+            model: the model to run. Its ctx_len (see `load`) is the capacity of a slot; without it,
+                at most 4096 tokens.
+            slots: the number of rows of the batch; by default the number that the package was
+                compiled for, or 8.
+            max_waiting: the number of requests that may wait for a slot, by default 64; see
+                `add_request`.
+            prefill_chunk_size: the most prompt tokens between two decode steps, in whole pieces of
+                64 tokens on the CPU (256 after the first 1,024) and 512 elsewhere; by default a
+                piece, the least. A prompt is only cut where its pieces end. A larger number reads a
+                prompt faster, a smaller one holds up running requests for a shorter time.
             flush_every, double_buffering: as in `CausalLM.generate`.
-            saved_states: copies of recurrent states to keep, for prompts that begin alike; by default two a slot.
-            reuse_sampled_tokens: continue from sampled tokens, too, if a prompt repeats them. Tokens then depend on
-                earlier requests: sampling a token runs other kernels than reading it does.
-            prefixes: files of `CausalLM.save_prefix`: prompts that begin with their tokens are not read again.
-            prefix_cache_dir: a folder that keeps the prompts of requests that ended, for this and other processes of
-                the machine; made if it is missing. By default, slots alone keep them.
-            prefix_cache_bytes: most bytes of that folder; the prompts that were used longest ago go.
+            saved_states: the number of copies of recurrent states to keep, for prompts that begin
+                alike; by default two per slot.
+            reuse_sampled_tokens: whether a prompt that repeats sampled tokens continues from them;
+                by default False. With True, tokens depend on earlier requests: sampling a token
+                runs other kernels than reading it does.
+            prefixes: the files of `CausalLM.save_prefix`: prompts that begin with their tokens do
+                not read these again.
+            prefix_cache_dir: a folder that keeps the prompts of requests that ended, for this and
+                other processes of the machine; it is made if it is missing. By default, only slots
+                keep them.
+            prefix_cache_bytes: the most bytes of that folder. The prompts that were used longest
+                ago are deleted first.
+            options: the keywords above, from slots on.
 
-        Raises ValueError for a wrong argument, PackageError for a wrong prefix or a folder that cannot be written to.
+        Raises ValueError for a wrong argument, TypeError for an unknown keyword, PackageError for a
+        wrong prefix or a folder that cannot be written to.
         """
-        check_count("slots", slots)
-        check_count("max_waiting", max_waiting, 0)
-        check_count("prefill_chunk_size", prefill_chunk_size)
-        check_count("saved_states", saved_states, 0)
-        most = model.batch_size
-        if slots is not None and most is not None and slots > most:
+        chosen = from_keywords(EngineOptions, "Engine", options)
+        max_rows = model.batch_size
+        if chosen.slots is not None and max_rows is not None and chosen.slots > max_rows:
             raise ValueError(
-                f"slots is {slots} and the package was compiled for {most} rows at most; compile it again"
+                f"slots is {chosen.slots} and the package was compiled for {max_rows} rows at most; compile it again"
             )
-        if prefix_cache_dir is not None and reuse_sampled_tokens:
-            raise ValueError(
-                "prefix_cache_dir keeps tokens that were read, and reuse_sampled_tokens continues from sampled tokens, "
-                "which may give others; leave either out"
-            )
-        stored = None
-        if prefixes or prefix_cache_dir is not None:
-            if isinstance(prefixes, str | Path):
-                raise ValueError(f"prefixes is {shown(prefixes)}; give a list of files")
-            stored = StoredPrefixes(
-                model.package, model.sessions, prefixes, prefix_cache_dir, prefix_cache_bytes
-            )
-        self._stored = stored
-        self.slots = slots or most or DEFAULT_SLOTS
-        self.max_waiting = max_waiting
-        self.capacity = model.capacity(_CTX_LEN)
+        self._stored = _open_stored_prefixes(model, chosen)
+        self.slots = chosen.slots or max_rows or DEFAULT_SLOTS
+        self.max_waiting = chosen.max_waiting
+        self.capacity = model.capacity(_DEFAULT_CTX_LEN)
         self._model = model
-        saved_states = 2 * self.slots if saved_states is None else saved_states
-        flush_every = choose_flush_every(model.sessions, flush_every)
+        loop = self._make_loop(chosen)
+        self._prefixes = loop.prefixes
+        self._changed = threading.Condition()  # guards the next six
+        self._requests: dict[Sequence, Request] = {}  # until they end
+        self._added: list[Sequence] = []
+        # Whether a request that ended, and is no longer in `_requests`, is still being finished.
+        self._finishing = False
+        self._closed = False
+        self._draining = False
+        self._failure: Failure | None = None
+        # Not guarded, because a caller that cancels may hold any lock. While a request exists, the
+        # thread looks here after each step, so it needs no waking.
+        self._cancelled: deque[Sequence] = deque()
+        self._process = os.getpid()
+        # The threads that add requests write it, the engine's thread reads it.
+        self._guides: dict[Sequence, Guide] = {}
+        # Only the engine's thread uses these two.
+        self._deadlines: dict[Sequence, float] = {}  # on `time.perf_counter`
+        self._loop: DecodeLoop | None = loop
+        self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
+        self._thread.start()
+        # No thread may be inside the graph when the interpreter ends.
+        atexit.register(self.close)
+
+    def _make_loop(self, options: EngineOptions) -> DecodeLoop:
+        """The decode loop over the engine's slots."""
+        sessions = self._model.sessions
+        saved_states = options.saved_states
+        if saved_states is None:
+            saved_states = 2 * self.slots
+        flush_every = choose_flush_every(sessions, options.flush_every)
         config = SchedulerConfig.of(
-            model.sessions,
+            sessions,
             flush_every=flush_every,
-            prefill_chunk_size=prefill_chunk_size or model.sessions.prompts.piece_size,
+            prefill_chunk_size=options.prefill_chunk_size or sessions.prompts.piece_size,
             saved_states=saved_states,
-            reuse_sampled=reuse_sampled_tokens,
+            reuse_sampled=options.reuse_sampled_tokens,
         )
         device = Slots(
-            model.sessions,
+            sessions,
             self.slots,
             self.capacity,
             saved_states=saved_states,
             flush_every=flush_every,
         )
-        loop = DecodeLoop(
+        return DecodeLoop(
             device,
             Scheduler(self.slots, config),
             self._deliver,
-            double_buffering=double_buffering,
-            stored=stored,
+            double_buffering=options.double_buffering,
+            stored=self._stored,
         )
-        self._prefixes = loop.prefixes
-        self._changed = threading.Condition()  # guards the next six
-        self._requests: dict[Sequence, Request] = {}  # until they end
-        self._added: list[Sequence] = []
-        self._telling = (
-            False  # a request that ended is being finished; it is not among them any more
-        )
-        self._closed = False
-        self._draining = False
-        self._failure: Failure | None = None
-        # Not guarded: a caller that cancels may hold any lock. While a request is there, the thread looks here after
-        # each step, so it needs no waking.
-        self._cancelled: deque[Sequence] = deque()
-        self._process = os.getpid()
-        self._guides: dict[Sequence, Guide] = {}  # put in by the threads that add requests
-        # For the engine's thread alone.
-        self._deadlines: dict[Sequence, float] = {}  # on `time.perf_counter`
-        self._loop: DecodeLoop | None = loop
-        self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
-        self._thread.start()
-        atexit.register(
-            self.close
-        )  # a thread must not be inside the graph when the interpreter goes
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._requests)} requests"
@@ -184,7 +221,6 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         seed: int | None = None,
-        stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
         priority: int = 0,
@@ -195,27 +231,32 @@ class Engine:
 
         Args:
             inputs: a text, token ids, or chat messages.
-            params, seed, stop_strings, options: as in `CausalLM.generate`, options of chat messages included. max_time
-                counts from now on, waiting included.
-            allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called on the engine's
-                thread between two steps, so all requests wait for it. Its exceptions end this request alone. It must
-                not wait for the engine that calls it: RuntimeError.
-            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default without limit; 0 =
-                not at all.
-            priority: waiting requests with the lowest number get slots first, and of equals the earliest.
-            cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`; False lets it go on.
+            params, seed, stop_strings, options: as in `CausalLM.generate`, options of chat messages
+                included. max_time counts from now on, waiting included.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called
+                on the engine's thread between two steps, so all requests wait for it. Its
+                exceptions end this request alone. It must not wait for the engine that calls it:
+                RuntimeError.
+            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default
+                without limit; 0 = not at all.
+            priority: waiting requests with the lowest number get slots first, and of equals the
+                earliest.
+            cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`;
+                False lets it go on.
 
-        Images of the prompt are computed in the calling thread, once it has its place among those that run or wait.
+        Images of the prompt are computed in the calling thread, once it has its place among those
+        that run or wait.
 
-        Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after `timeout`, and
-        EngineClosedError if the engine takes no requests any more, or in a fork of the engine's process.
+        Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after
+        `timeout`, and EngineClosedError if the engine takes no requests any more, or in a fork of
+        the engine's process.
         """
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError(
                 "add_request adds one request; add_requests takes num_return_sequences"
             )
-        options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
-        call = self._model.read(inputs, params, **{**options, "num_return_sequences": 1})
+        options["num_return_sequences"] = 1
+        call = self._model.read(inputs, params, seed=seed, allowed_tokens=allowed_tokens, **options)
         return self.add(
             call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned
         )[0]
@@ -227,26 +268,30 @@ class Engine:
         *,
         num_return_sequences: int,
         seed: int | abc.Sequence[int] | None = None,
-        stop_strings: str | abc.Sequence[str] | None = None,
         allowed_tokens: Any = None,
         timeout: float | None = None,
         priority: int = 0,
         cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> list[Request]:
-        """Add several requests of one prompt, all of them or none; it is read once, and the other slots get copies.
-        Arguments and errors are as in `add_request`, but for these.
+        """Add several requests of one prompt, all of them or none; it is read once, and the other
+        slots get copies. Arguments and errors are as in `add_request`, but for these.
 
         Args:
-            num_return_sequences: how many, at most `slots` and `max_waiting` together. Greedy requests would all be the
-                same: ValueError.
-            seed: of the first, the next requests taking the numbers after it; or a list with a seed for each. Each
-                gives the tokens that `add_request` gives with that seed.
-            allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a function ends all.
+            num_return_sequences: how many, at most `slots` and `max_waiting` together. Greedy
+                requests would all be the same: ValueError.
+            seed: of the first, the next requests taking the numbers after it; or a list with a seed
+                for each. Each gives the tokens that `add_request` gives with that seed.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a
+                function ends all.
         """
-        options |= {"seed": seed, "stop_strings": stop_strings, "allowed_tokens": allowed_tokens}
         call = self._model.read(
-            inputs, params, **options, num_return_sequences=num_return_sequences
+            inputs,
+            params,
+            num_return_sequences=num_return_sequences,
+            seed=seed,
+            allowed_tokens=allowed_tokens,
+            **options,
         )
         return self.add(
             call, timeout=timeout, priority=priority, cancel_if_abandoned=cancel_if_abandoned
@@ -264,61 +309,43 @@ class Engine:
     ) -> abc.Iterator[RequestOutput | Exception]:
         """Continue many prompts, and yield their outputs in the order of the prompts.
 
-        `prompts` and `each` are read ahead of the outputs, as far as the engine has room; outputs that have to wait for
-        an earlier prompt are kept. Closing the iterator cancels the prompts whose outputs it has not yielded.
+        `prompts` and `each` are read ahead of the outputs, as far as the engine has room; outputs
+        that have to wait for an earlier prompt are kept. Closing the iterator cancels the prompts
+        whose outputs it has not yielded.
 
         Args:
             prompts: each as in `add_request`.
             params, options: arguments of `add_request`, for every prompt.
             each: for each prompt a mapping of further, or other, arguments of `add_request`.
             seed: of the first prompt, by default fresh; the next prompts take the numbers after it.
-            return_errors: yield the exception of a prompt that is not valid or failed in place of its output, and go
-                on. False raises it at its place, and ends.
+            return_errors: yield the exception of a prompt that is not valid or failed in place of
+                its output, and go on. False raises it at its place, and ends.
 
-        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError, even with
-        `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
+        Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError,
+        even with `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
 
         >>> for output in engine.map(["In the beginning", "Blessed are"], max_new_tokens=16, seed=1):
         ...     print(output.text)
         """
-        raised = _NO_FAULT_OF_A_PROMPT if return_errors else (Exception,)
-        pairs = (
-            ((prompt, {}) for prompt in prompts)
-            if each is None
-            else zip(prompts, each, strict=True)
-        )
-        pending: deque[Request | Exception] = deque()
-
-        def next_output() -> RequestOutput | Exception:
-            request = pending.popleft()
-            try:
-                if isinstance(request, Exception):
-                    raise request
-                return request.result()
-            except raised:
-                raise
-            except Exception as error:
-                return error
-
+        raised = _ENGINE_ERRORS if return_errors else (Exception,)
+        own_arguments = itertools.repeat({}) if each is None else each
+        pairs = zip(prompts, own_arguments, strict=each is not None)
+        outputs = _OrderedOutputs(raised)
         try:
             for index, (prompt, own) in enumerate(pairs):
-                seeded = {} if seed is None else {"seed": (seed + index) % SEEDS}
-                try:
-                    pending.append(
-                        self.add_request(prompt, **{"params": params, **options, **seeded, **own})
-                    )
-                except Exception as error:
-                    pending.append(error)
-                    if isinstance(error, raised):
-                        break
-                while pending and (isinstance(pending[0], Exception) or pending[0].done):
-                    yield next_output()
-            while pending:
-                yield next_output()
+                arguments = {"params": params, **options}
+                if seed is not None:
+                    arguments["seed"] = (seed + index) % SEEDS
+                arguments.update(own)
+                outputs.add(partial(self.add_request, prompt, **arguments))
+                if outputs.fails:
+                    break
+                while outputs.is_next_there:
+                    yield outputs.take_next()
+            while outputs:
+                yield outputs.take_next()
         finally:
-            for request in pending:
-                if isinstance(request, Request):
-                    request.cancel()
+            outputs.cancel()
 
     def add(
         self,
@@ -328,66 +355,70 @@ class Engine:
         priority: int = 0,
         cancel_if_abandoned: bool = True,
     ) -> list[Request]:
-        """Add the requests of a call with a single prompt, all of them or none, with the arguments and errors of
-        `add_request`. call: from `CausalLM.read`, or made by the caller."""
+        """Add the requests of a call with a single prompt, all of them or none, with the arguments
+        and errors of `add_request`. call: from `CausalLM.read`, or made by the caller."""
         self._check_waiting()
         if self.closed:
             raise self._closed_error()
-        if call.stopping_criteria is not None:
-            raise ValueError(
-                "stopping_criteria are for generate; cancel() ends a request of an engine"
-            )
-        if call.logits_processor is not None:
-            raise ValueError(f"logits_processor is for generate; {INSTEAD}")
-        sequences, guide = self._model.prepare(call, self.capacity, priority=priority)
-        count, most = call.num_return_sequences, self.slots + self.max_waiting
-        if len(sequences) != count:
-            raise ValueError(f"{len(sequences) // count} prompts were given; add them one by one")
+        _check_call(call)
         if not isinstance(priority, int):
             raise ValueError(
                 f"priority is {shown(priority)}; give an integer, the lowest for those that go first"
             )
+        sequences, guide = self._model.prepare(call, self.capacity, priority=priority)
+        count = call.num_return_sequences
+        if len(sequences) != count:
+            raise ValueError(f"{len(sequences) // count} prompts were given; add them one by one")
         seconds = checked_timeout(timeout)
-        if count > most:
+        if count > self._max_requests:
             raise ValueError(
-                f"num_return_sequences is {count} and this engine takes {most}; raise max_waiting"
+                f"num_return_sequences is {count} and this engine takes {self._max_requests}; raise max_waiting"
             )
         if guide is not None:
             guide.start()
-        requests = [
-            Request(
-                one,
+        requests: dict[Sequence, Request] = {}
+        for sequence in sequences:
+            requests[sequence] = Request(
+                sequence,
                 self._cancelled.append,
                 self._check_waiting,
                 cancel_if_abandoned=bool(cancel_if_abandoned),
             )
-            for one in sequences
-        ]
+        has_images = sequences[0].images is not None
         with self._changed:
-            room = self._changed.wait_for(
-                lambda: self.closed or len(self._requests) + count <= most, seconds
-            )
-            if self.closed:
-                raise self._closed_error()
-            if not room:
-                taken = f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes"
-                raise QueueFullError(
-                    f"{taken}; try again later, give a longer timeout, or raise max_waiting"
-                )
-            for sequence, request in zip(sequences, requests, strict=True):
-                if guide is not None:
-                    self._guides[sequence] = guide
-                self._requests[sequence] = request
-            if sequences[0].images is None:
+            self._wait_for_room(count, seconds)
+            if guide is not None:
+                self._guides.update(dict.fromkeys(sequences, guide))
+            self._requests.update(requests)
+            if not has_images:
                 self._added += sequences
                 self._changed.notify_all()
-        if sequences[0].images is not None:
+        if has_images:
             self._see(sequences)
-        return requests
+        return list(requests.values())
+
+    @property
+    def _max_requests(self) -> int:
+        """The most requests that run and wait together."""
+        return self.slots + self.max_waiting
+
+    def _wait_for_room(self, count: int, seconds: float | None) -> None:
+        """Wait until the engine takes `count` more requests, at most `seconds`. Raises
+        EngineClosedError and QueueFullError. The caller holds `_changed`."""
+        is_room = self._changed.wait_for(
+            lambda: self.closed or len(self._requests) + count <= self._max_requests, seconds
+        )
+        if self.closed:
+            raise self._closed_error()
+        if not is_room:
+            raise QueueFullError(
+                f"{self.slots} requests run and {self.max_waiting} wait, which is all that this engine takes; try "
+                "again later, give a longer timeout, or raise max_waiting"
+            )
 
     def _see(self, sequences: list[Sequence]) -> None:
-        """Compute the image features of requests, which have their room, and let them wait for slots; none of them if
-        that fails."""
+        """Compute the image features of requests, which have their room, and let them wait for
+        slots; none of them if that fails."""
         try:
             self._model.images.see(sequences)
         except BaseException:
@@ -407,7 +438,8 @@ class Engine:
         return self._closed or self._draining
 
     def stats(self) -> EngineStats:
-        """The numbers of requests that run and wait, their adapters, and prompt tokens that were not read again."""
+        """The numbers of requests that run and wait, their adapters, and prompt tokens that were
+        not read again."""
         with self._changed:
             requests = list(self._requests.items())
         running = [sequence for sequence, request in requests if request.running]
@@ -418,18 +450,21 @@ class Engine:
         )
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no requests any more, and wait until the added requests have ended; then `close` it. Returns whether
-        they have, after `timeout` seconds at most, by default without limit."""
+        """Take no requests any more, and wait until the added requests have ended; then `close` it.
+        Returns whether they have, after `timeout` seconds at most, by default without limit."""
         seconds = checked_timeout(timeout)
         self._check_waiting()
         with self._changed:
             self._draining = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._requests and not self._telling, seconds)
+            return self._changed.wait_for(
+                lambda: not self._requests and not self._finishing, seconds
+            )
 
     def close(self) -> None:
-        """Cancel all requests, end the thread and release the batch's memory. The model remains usable. On the engine's
-        own thread, in a function of a request, it does not wait. In a fork it does nothing; the engine goes on."""
+        """Cancel all requests, end the thread and release the batch's memory. The model remains
+        usable. On the engine's own thread, in a function of a request, it does not wait. In a fork
+        it does nothing; the engine goes on."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closed = True
@@ -483,15 +518,16 @@ class Engine:
             self._stored.close()
 
     def _take_changes(self, loop: DecodeLoop) -> bool:
-        """Wait for something to do, and bring the loop up to date. False if the engine is to end."""
+        """Wait for something to do, and bring the loop up to date. False if the engine is to
+        end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._added or self._cancelled or loop.busy
             )
             if self._closed:
                 return False
-            # These first: a request that is cancelled was added before, and is then among the added or in the loop, or
-            # its images are still computed, and it will not be added.
+            # Cancelled requests first: they were added before, so they are in `_added` or in the
+            # loop; or their images are still computed, and they will not be added.
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
             added, self._added = self._added, []
         for sequence in added:
@@ -532,24 +568,92 @@ class Engine:
             self._end(sequence, sequence.finish_reason)
 
     def _end(self, sequence: Sequence, why: str | Failure) -> None:
-        """Remove the request before finishing it, so that a caller who sees it end can add another."""
+        """Remove the request before finishing it, so that a caller who sees it end can add
+        another."""
         self._guides.pop(sequence, None)
         self._deadlines.pop(sequence, None)
         with self._changed:
-            request, self._telling = self._requests.pop(sequence), True
+            request, self._finishing = self._requests.pop(sequence), True
         request.fail(why) if isinstance(why, Failure) else request.finish(why)
         with self._changed:
-            self._telling = False
+            self._finishing = False
             self._changed.notify_all()
 
 
-def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:
-    return tuple(
-        sorted(
-            {
-                sequence.request.adapter.name
-                for sequence in sequences
-                if sequence.request.adapter is not None
-            }
-        )
+class _OrderedOutputs:
+    """Requests and their outputs in the order in which they were added.
+
+    An error takes the place of an output: it is returned, or raised if it is among `raised`.
+    """
+
+    def __init__(self, raised: tuple[type[Exception], ...]) -> None:
+        self._raised = raised
+        self._pending: deque[Request | Exception] = deque()
+
+    def __bool__(self) -> bool:
+        return len(self._pending) > 0
+
+    def add(self, add_request: abc.Callable[[], Request]) -> None:
+        """Add a request, or the error of adding it."""
+        try:
+            self._pending.append(add_request())
+        except Exception as error:
+            self._pending.append(error)
+
+    @property
+    def fails(self) -> bool:
+        """Whether the newest is an error that will be raised."""
+        return isinstance(self._pending[-1], self._raised)
+
+    @property
+    def is_next_there(self) -> bool:
+        """Whether `take_next` returns an output without waiting for it."""
+        if not self._pending:
+            return False
+        first = self._pending[0]
+        return isinstance(first, Exception) or first.done
+
+    def take_next(self) -> RequestOutput | Exception:
+        """Wait for the next output, or raise its error."""
+        request = self._pending.popleft()
+        try:
+            if isinstance(request, Exception):
+                raise request
+            return request.result()
+        except self._raised:
+            raise
+        except Exception as error:
+            return error
+
+    def cancel(self) -> None:
+        """Cancel the requests whose outputs were not taken."""
+        for request in self._pending:
+            if isinstance(request, Request):
+                request.cancel()
+
+
+def _open_stored_prefixes(model: CausalLM, options: EngineOptions) -> StoredPrefixes | None:
+    """The prefixes on disk; None if there are none. Raises PackageError."""
+    if not options.prefixes and options.prefix_cache_dir is None:
+        return None
+    return StoredPrefixes(
+        model.package,
+        model.sessions,
+        options.prefixes,
+        options.prefix_cache_dir,
+        options.prefix_cache_bytes,
     )
+
+
+def _check_call(call: Call) -> None:
+    """Raise ValueError for callbacks that only `generate` calls."""
+    if call.stopping_criteria is not None:
+        raise ValueError("stopping_criteria are for generate; cancel() ends a request of an engine")
+    if call.logits_processor is not None:
+        raise ValueError(f"logits_processor is for generate; {INSTEAD}")
+
+
+def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:
+    """The names of the adapters of some sequences, sorted."""
+    adapters = [sequence.request.adapter for sequence in sequences]
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

@@ -140,7 +140,7 @@ def test_a_pickled_model_has_what_it_was_loaded_with(fake: Callable[..., Package
         assert again._loaded_with == model._loaded_with
         assert again._loaded_with == {
             "provider": "cpu",
-            "provider_options": {},
+            "provider_options": None,
             "verify": True,
             "trusted_keys": None,
             **arguments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ import torch
 
 from qsample.errors import ArgumentError
 from qsample.package.manifest import TokenIds
-from qsample.runtime import CausalLM, Engine, SamplingParams
+from qsample.runtime import CausalLM, Engine, SamplingParams, load
+from qsample.runtime.causal_lm import LoadKeywords, LoadOptions
+from qsample.runtime.engine import EngineKeywords, EngineOptions
 from tests.helpers.fake_package import EOS, MAX_POSITIONS, PAD, VOCAB, compilation
 from tests.helpers.filters import FILTERS
 from tests.helpers.requests import ENDLESS, FREE, GREEDY, PROMPTS, expected, outcome
@@ -397,3 +399,23 @@ def test_an_engine_that_cannot_be_made(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(model, **options)
+
+
+def test_keywords_that_do_not_exist_have_a_suggestion(model: CausalLM) -> None:
+    with pytest.raises(TypeError, match="Engine has no argument 'slot'; did you mean 'slots'"):
+        Engine(model, slot=1)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match="load has no argument 'ctx_length'; did you mean 'ctx_len'"
+    ):
+        load(model.package.path, ctx_length=5)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"load has no argument 'colour'; choose from batch_inv.*verify"
+    ):
+        load(model.package.path, colour=5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"), [(LoadKeywords, LoadOptions), (EngineKeywords, EngineOptions)]
+)
+def test_keywords_are_typed_as_they_are_read(keywords: Any, options: Any) -> None:
+    assert get_type_hints(keywords) == get_type_hints(options)
