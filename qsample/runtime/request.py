@@ -174,23 +174,26 @@ class Request:
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the
         request failed, and RuntimeError if a function of a request waits for the engine that called it."""
-        seconds, reader = checked_timeout(timeout), object()
-        self._feed.readers[reader] = None
+        seconds = checked_timeout(timeout)
+        reader = _Reader()
+        self._feed.join(reader)
         try:
             if not self._feed.wait(reader, None, seconds):
                 raise TimeoutError(
                     f"the request has not ended after {timeout} seconds; it goes on, or cancel() it"
                 )
         finally:
-            self._feed.readers.pop(reader, None)  # it has not given up
+            self._feed.leave(reader)
         return self._feed.result()
 
     def __iter__(self) -> Iterator[Delta]:
-        feed, seen, reader = self._feed, 0, object()
-        feed.readers[reader] = None
+        feed = self._feed
+        seen = 0
+        reader = _Reader()
+        feed.join(reader)
         try:
             while True:
-                done = self.done  # before the deltas: none comes after that
+                done = self.done  # read before the deltas, as none comes after the end
                 new = feed.deltas[seen:]
                 yield from new
                 seen += len(new)
@@ -200,7 +203,7 @@ class Request:
                 if not new:
                     feed.wait(reader, seen)
         finally:
-            feed.leave(reader)
+            feed.abandon(reader)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return _AsyncDeltas(self._feed)
@@ -301,41 +304,78 @@ def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
     )
 
 
+class _Reader:
+    """A reader of a feed in a thread, which waits for the feed's condition."""
+
+    def wake(self) -> None:
+        """Tell the reader, from the engine's thread, that the feed changed."""
+
+
+class _TaskReader(_Reader):
+    """A reader in a coroutine, which waits for an event of its loop."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        # An error means most likely that the loop was closed, so nothing waits there any more.
+        with suppress(BaseException):
+            self._loop.call_soon_threadsafe(self.changed.set)
+
+
 class _Feed:
-    """The deltas of a request and its outcome, None before the end, from the engine's thread to the request's readers;
-    `changed` guards both. No delta comes after the outcome.
-    readers: the event of each reader in a coroutine, with its loop; an object and None for a reader in a thread.
-    Changed without a lock: readers are garbage collected at any time, also while this thread holds the lock. abandoned:
-    called when the last reader gives up."""
+    """The deltas of a request and its outcome, from the engine's thread to the request's readers.
+
+    The engine's thread calls `put` for each delta, and `end` once. A reader calls `join`, then
+    `wait` or `check_wait` before each wait, and in the end `abandon`; or `leave` if it only stops
+    waiting. When the last reader abandons the feed, `abandoned` is called.
+
+    Attributes:
+        deltas: the deltas so far; none comes after the outcome.
+        outcome: the output, or why there is none; None before the end.
+        changed: guards `deltas` and `outcome`, and is notified when they change.
+    """
 
     def __init__(
         self, check_waiting: Callable[[], None], abandoned: Callable[[], None] | None
     ) -> None:
+        """check_waiting: raises if a wait cannot end. abandoned: None lets an abandoned request go
+        on."""
         self.deltas: list[Delta] = []
         self.outcome: RequestOutput | Failure | None = None
         self.changed = threading.Condition()
-        self.readers: dict[Any, asyncio.AbstractEventLoop | None] = {}
-        self.abandoned = abandoned
+        # A dict as a set. It is changed without a lock, as each operation is atomic: readers are
+        # garbage collected at any time, also while this thread holds the lock.
+        self._readers: dict[_Reader, None] = {}
         self._check_waiting = check_waiting
+        self._abandoned = abandoned
+
+    @property
+    def has_readers(self) -> bool:
+        return len(self._readers) > 0
+
+    @property
+    def ends_when_abandoned(self) -> bool:
+        """Whether the request ends when its last reader abandons it."""
+        return self._abandoned is not None
 
     def put(self, delta: Delta) -> None:
+        """Publish a delta."""
         with self.changed:
             self.deltas.append(delta)
             self._notify()
 
     def end(self, outcome: RequestOutput | Failure) -> None:
+        """Publish the outcome."""
         with self.changed:
             self.outcome = outcome
             self._notify()
 
     def _notify(self) -> None:
         self.changed.notify_all()
-        for reader, loop in self.readers.copy().items():
-            if loop is not None:
-                with suppress(
-                    BaseException
-                ):  # most likely the loop was closed, so nothing waits there any more
-                    loop.call_soon_threadsafe(reader.set)
+        for reader in self._readers.copy():
+            reader.wake()
 
     def result(self) -> RequestOutput:
         """The output at the end, or its error."""
@@ -344,8 +384,23 @@ class _Feed:
             raise self.outcome.error()
         return self.outcome
 
-    def wait(self, reader: object, seen: int | None, seconds: float | None = None) -> bool:
-        """Wait for the end, or, with `seen`, for more deltas than that. Returns whether it came in time."""
+    def join(self, reader: _Reader) -> None:
+        """Count `reader` among the readers."""
+        self._readers[reader] = None
+
+    def leave(self, reader: _Reader) -> None:
+        """Forget `reader`, which stops waiting but has not given up."""
+        self._readers.pop(reader, None)
+
+    def abandon(self, reader: _Reader) -> None:
+        """Forget `reader`, which has given up; nothing happens if it left before."""
+        was_there = self._readers.pop(reader, ...) is not ...
+        if was_there and self._abandoned is not None and not self._readers:
+            self._abandoned()
+
+    def wait(self, reader: _Reader, seen: int | None, seconds: float | None = None) -> bool:
+        """Wait for the end, or, with `seen`, for more deltas than that. Returns whether it came in
+        time."""
         if self.outcome is not None:
             return True
         self.check_wait(reader)
@@ -356,38 +411,33 @@ class _Feed:
         with self.changed:
             return self.changed.wait_for(is_there, seconds)
 
-    def check_wait(self, reader: object) -> None:
-        """Let `reader` wait, or raise; it has not given up then."""
+    def check_wait(self, reader: _Reader) -> None:
+        """Raise if `reader` cannot wait; it then leaves, and has not given up."""
         try:
             self._check_waiting()
         except BaseException:
-            self.readers.pop(reader, None)
+            self.leave(reader)
             raise
-
-    def leave(self, reader: object) -> None:
-        """A reader gives up, unless it left before."""
-        was_there = self.readers.pop(reader, ...) is not ...
-        if was_there and self.abandoned is not None and not self.readers:
-            self.abandoned()
 
 
 class _AsyncDeltas(AsyncIterator[Delta]):
-    """The deltas of a request in a coroutine. Not a generator: those wait for their event loop to be collected."""
+    """The deltas of a request in a coroutine. This is not a generator, because Python finalizes
+    those on their event loop, which may be closed."""
 
     def __init__(self, feed: _Feed) -> None:
         self._feed = feed
-        self._event: asyncio.Event | None = None  # since the first `anext`
-        self._seen = 0
+        self._reader: _TaskReader | None = None  # since the first `anext`
+        self._seen = 0  # deltas
         self._closed = False
 
     async def __anext__(self) -> Delta:
         feed = self._feed
-        if self._event is None:
-            self._event = asyncio.Event()
-            feed.readers[self._event] = asyncio.get_running_loop()
+        if self._reader is None:
+            self._reader = _TaskReader()
+            feed.join(self._reader)
         while not self._closed:
-            self._event.clear()
-            done = feed.outcome is not None  # before the deltas: none comes after that
+            self._reader.changed.clear()
+            done = feed.outcome is not None  # read before the deltas, as none comes after it
             if self._seen < len(feed.deltas):
                 self._seen += 1
                 return feed.deltas[self._seen - 1]
@@ -395,13 +445,13 @@ class _AsyncDeltas(AsyncIterator[Delta]):
                 self._close()
                 feed.result()
                 break
-            feed.check_wait(self._event)
+            feed.check_wait(self._reader)
             try:
-                await self._event.wait()
-            except BaseException:  # its task was cancelled
-                if feed.abandoned is not None:
+                await self._reader.changed.wait()
+            except BaseException:  # the task was cancelled
+                if feed.ends_when_abandoned:
                     self._close()
-                    self._event.set()  # for another task that waits here
+                    self._reader.changed.set()  # for another task that waits here
                 raise
         raise StopAsyncIteration
 
@@ -413,6 +463,6 @@ class _AsyncDeltas(AsyncIterator[Delta]):
         self._close()
 
     def _close(self) -> None:
-        if self._event is not None and not self._closed:
-            self._feed.leave(self._event)
+        if self._reader is not None and not self._closed:
+            self._feed.abandon(self._reader)
         self._closed = True

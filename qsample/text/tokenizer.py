@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -197,22 +198,24 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
         tokenize: bool = True,
-        *,
-        return_tensors: str | None = None,
-        return_dict: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """A conversation, or a list of them, in the model's chat template; the arguments are transformers'.
+        """A conversation, or a list of them, in the model's chat template; the arguments are
+        transformers'.
 
-        tools to continue_final_message: see `ChatOptions`. tokenize: False returns the text. return_tensors: "np" for
-        arrays [rows, tokens]. return_dict: False returns the token ids alone, without an attention_mask. kwargs:
-        further variables of the template, such as enable_thinking. Raises ValueError if any of these is wrong.
+        Args:
+            conversation: the messages, or a list of conversations.
+            tools, documents, chat_template, add_generation_prompt, continue_final_message: see
+                `ChatOptions`.
+            tokenize: False returns the text.
+            kwargs: return_tensors, "np" for arrays [rows, tokens]; return_dict, False for the token
+                ids only, without an attention_mask; and further variables of the template, such as
+                enable_thinking.
+
+        Raises ValueError if any of these is wrong.
         """
         kwargs = without_refused(APPLY_CHAT_TEMPLATE, kwargs)
-        if return_tensors not in (None, "np"):
-            raise ValueError(
-                f'return_tensors is {shown(return_tensors)}; give "np", or None for lists'
-            )
+        form = _ReturnForm(kwargs.pop("return_tensors", None), kwargs.pop("return_dict", True))
         options = ChatOptions(
             tools=tools,
             documents=documents,
@@ -221,36 +224,56 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             chat_template_kwargs=kwargs,
         )
-        batched = (
+        is_batch = (
             isinstance(conversation, list | tuple)
-            and conversation
+            and len(conversation) > 0
             and isinstance(conversation[0], list | tuple)
         )
-        texts = [
-            self._chat_templates.render(chat, options)
-            for chat in (conversation if batched else [conversation])
-        ]
+        chats = conversation if is_batch else [conversation]
+        texts = [self._chat_templates.render(chat, options) for chat in chats]
         if not tokenize:
-            return texts if batched else texts[0]
-        ids: Any = [self.encode(text, add_special_tokens=False) for text in texts]
-        if return_tensors is not None:
-            if len({*map(len, ids)}) > 1:
-                raise ValueError(
-                    "return_tensors needs conversations of the same length; leave it out for lists"
-                )
-            ids = np.array(ids, dtype=np.int64)
-        elif not batched:
-            ids = ids[0]
-        if not return_dict:
-            return ids
-        ones = (
-            np.ones_like(ids)
-            if return_tensors
-            else [[1] * len(row) for row in ids]
-            if batched
-            else [1] * len(ids)
-        )
-        return {"input_ids": ids, "attention_mask": ones}
+            return texts if is_batch else texts[0]
+        rows = [self.encode(text, add_special_tokens=False) for text in texts]
+        return form.of_batch(rows) if is_batch else form.of_row(rows[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _ReturnForm:
+    """The form in which `apply_chat_template` returns token ids. Raises ValueError.
+
+    Args:
+        return_tensors: "np" for arrays [rows, tokens], None for lists.
+        return_dict: whether an attention_mask goes with the token ids.
+    """
+
+    return_tensors: Any
+    return_dict: Any
+
+    def __post_init__(self) -> None:
+        if self.return_tensors not in (None, "np"):
+            raise ValueError(
+                f'return_tensors is {shown(self.return_tensors)}; give "np", or None for lists'
+            )
+
+    def of_batch(self, rows: list[list[int]]) -> Any:
+        """The token ids of several conversations."""
+        if self.return_tensors is None:
+            return self._with_mask(rows, [[1] * len(row) for row in rows])
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(
+                "return_tensors needs conversations of the same length; leave it out for lists"
+            )
+        ids = np.array(rows, dtype=np.int64)
+        return self._with_mask(ids, np.ones_like(ids))
+
+    def of_row(self, row: list[int]) -> Any:
+        """The token ids of a single conversation; an array has an axis of rows, too."""
+        if self.return_tensors is not None:
+            return self.of_batch([row])
+        return self._with_mask(row, [1] * len(row))
+
+    def _with_mask(self, ids: Any, mask: Any) -> Any:
+        return {"input_ids": ids, "attention_mask": mask} if self.return_dict else ids
 
 
 def _steps(description: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -37,40 +37,58 @@ def tool_schema(tool: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"tools has {shown(tool)}; give JSON schemas, or functions with annotations and a docstring"
         )
+    return {"type": "function", "function": _function_schema(tool)}
+
+
+def _function_schema(tool: Any) -> dict[str, Any]:
+    """The name, description, parameters and return value of a function or method. Raises
+    ValueError."""
     name = tool.__name__
     documentation = inspect.getdoc(tool)
     if not documentation:
         raise ValueError(
             f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema"
         )
-    sections = _sections(documentation)
-    told = _arguments(sections["Args"])
     try:
         hints = get_type_hints(tool)
     except Exception as error:
         raise ValueError(f"the annotations of the tool {name} cannot be read: {error}") from error
-    properties, required = {}, []
+    sections = _sections(documentation)
+    function: dict[str, Any] = {
+        "name": name,
+        "description": sections[""],
+        "parameters": _parameters_schema(tool, hints, _arguments(sections["Args"])),
+    }
+    if "return" in hints:
+        function |= _returned(hints["return"], sections["Returns"])
+    return function
+
+
+def _parameters_schema(
+    tool: Any, hints: Mapping[str, Any], descriptions: Mapping[str, str]
+) -> dict[str, Any]:
+    """The schema of a function's arguments, from their annotations and the lines of the docstring.
+    Raises ValueError for an argument without either."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
     for parameter in inspect.signature(tool).parameters.values():
         argument = parameter.name
         if argument in ("self", "cls") and argument not in hints:
             continue
-        if argument not in hints or argument not in told:
-            missing = "annotation" if argument not in hints else "line in the docstring's Args"
+        what = f"the argument {argument} of the tool {tool.__name__}"
+        if argument not in hints:
+            raise ValueError(f"{what} has no annotation; add it, or give a schema")
+        if argument not in descriptions:
             raise ValueError(
-                f"the argument {argument} of the tool {name} has no {missing}; add it, or give a schema"
+                f"{what} has no line in the docstring's Args; add it, or give a schema"
             )
-        properties[argument] = _described(
-            _schema(f"the argument {argument} of the tool {name}", hints[argument]), told[argument]
-        )
+        properties[argument] = _described(_schema(what, hints[argument]), descriptions[argument])
         if parameter.default is parameter.empty:
             required.append(argument)
-    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
-        parameters["required"] = required
-    function: dict[str, Any] = {"name": name, "description": sections[""], "parameters": parameters}
-    if "return" in hints:
-        function |= _returned(hints["return"], sections["Returns"])
-    return {"type": "function", "function": function}
+        schema["required"] = required
+    return schema
 
 
 def _returned(hint: Any, text: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_a_request_that_is_given_up_is_cancelled(
         assert output.finish_reason == "cancelled"
         assert output.token_ids == expected([5], ENDLESS, 0)[0][: len(output.token_ids)]
         assert outcome(neighbour) == expected([6], FREE, 1)
-        assert not request._feed.readers
+        assert not request._feed.has_readers
 
 
 @pytest.mark.parametrize("how", [*THREADED, *COROUTINES], ids=lambda how: how.__name__)
@@ -77,7 +77,7 @@ def test_one_of_several_readers_gives_up(
         request = engine.add_request([5], FREE, seed=0)
         thread = threading.Thread(target=wait, args=(request,))
         thread.start()
-        wait_until(lambda: len(request._feed.readers) > 0)
+        wait_until(lambda: request._feed.has_readers)
         gate.release(1)
         break_out(request)
         gate.release(1000)
@@ -120,7 +120,7 @@ def test_a_cancelled_task_gives_up_at_once_although_its_iterator_lives(
             await tasks[0]
         with pytest.raises(StopAsyncIteration):
             await tasks[1]
-        assert not request._feed.readers
+        assert not request._feed.has_readers
 
     with Engine(model, slots=1) as engine:
         request = engine.add_request([5], ENDLESS, seed=0)
