@@ -64,16 +64,9 @@ _NO_DRAFTS: Final = (
 )
 _LONGEST_NGRAM: Final = 8  # tokens that the graph compares
 _NO_ENCODER: Final = "it belongs to encoder-decoder models, and this is a decoder; leave it out"
-_NO_GUIDANCE: Final = (
-    "it belongs to classifier-free guidance, which qsample does not do; leave it out"
-)
 _NO_INPUT: Final = (
     "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
 )
-_NO_FORWARD: Final = (
-    "it belongs to a call of the model itself, which the graph replaces; leave it out"
-)
-_TEXT_ONLY: Final = "the model reads neither sound nor videos; leave it out"
 _PIXELS: Final = (
     "the package makes the pixels itself; "
     "give images= with the prompt, a text or the processor's input_ids"
@@ -92,8 +85,7 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("num_assistant_tokens_schedule", _NO_DRAFTS, "constant"),
     **refusals("assistant_confidence_threshold", _NO_DRAFTS, 0.4),
     **refusals("assistant_lookbehind target_lookbehind", _NO_DRAFTS, 10),
-    **refusals("assistant_model assistant_tokenizer assistant_early_exit assistant_ensemble_weight", _NO_DRAFTS),
-    **refusals("speculation_type", _NO_DRAFTS),
+    **refusals("assistant_model assistant_early_exit assistant_ensemble_weight speculation_type", _NO_DRAFTS),
     **refusals(
         "max_matching_ngram_size",
         f"the graph compares 2 to {_LONGEST_NGRAM} tokens; give at most {_LONGEST_NGRAM}, or leave it out",
@@ -103,7 +95,7 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("use_cache", "give True or False; the graph always keeps its cache", True, False),
     **refusals("disable_compile", "give True or False; nothing is compiled at run time", True, False),
     **refusals("cache_implementation", _CACHE, "dynamic"),
-    **refusals("cache_config max_cache_len past_key_values cache_position", _CACHE),
+    **refusals("cache_config max_cache_len past_key_values", _CACHE),
     **refusals("return_legacy_cache", _CACHE, False),
     **refusals("compile_config", _COMPILED),
     **refusals("continuous_batching_config", "qsample.runtime.Engine does continuous batching; see docs/serving.md"),
@@ -114,25 +106,19 @@ GENERATE: Final[Mapping[str, Refusal]] = {
         False,
     ),
     **refusals("output_logits", "export with logprobs=True or top_logprobs=M, the log-softmax of the logits", False),
-    **refusals("output_attentions output_hidden_states output_router_logits", _NOT_RETURNED, False),
+    **refusals("output_attentions output_hidden_states", _NOT_RETURNED, False),
     **refusals("return_dict", "the graph has outputs of its own; leave it out, or see return_dict_in_generate", True),
     **refusals(
         "prefix_allowed_tokens_fn",
         "export with allowed_tokens=True and give allowed_tokens a function, which writes the mask of every next token",
     ),
     **refusals("synced_gpus", "a package runs in a single process; leave it out", False),
-    **refusals("negative_prompt_ids negative_prompt_attention_mask", _NO_GUIDANCE),
-    **refusals("custom_generate", "the decode loop is qsample's own; leave it out"),
     **refusals("trust_remote_code", "a package runs no code of its model; give it to from_pretrained", False),
-    **refusals("decoder_start_token_id decoder_input_ids decoder_attention_mask encoder_outputs", _NO_ENCODER),
-    **refusals("token_type_ids special_tokens_mask offset_mapping overflowing_tokens", _NO_INPUT),
-    **refusals("overflow_to_sample_mapping num_truncated_tokens length word_ids", _NO_INPUT),
+    **refusals("decoder_start_token_id", _NO_ENCODER),
+    **refusals("token_type_ids", _NO_INPUT),
     **refusals("position_ids", "positions follow from attention_mask; leave it out"),
     **refusals("inputs_embeds", "the graph embeds the tokens itself; give input_ids"),
-    **refusals("pixel_values pixel_attention_mask image_grid_thw image_sizes mm_token_type_ids", _PIXELS),
-    **refusals("input_features input_values audio videos", _TEXT_ONLY),
-    **refusals("labels head_mask logits_to_keep num_items_in_batch is_causal seq_idx", _NO_FORWARD),
-    **refusals("cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k", _NO_FORWARD),
+    **refusals("pixel_values", _PIXELS),
     **refusals("device", "load(path, provider) or from_pretrained(..., provider=...) chooses it; leave it out"),
     # QEfficient's.
     **refusals("device_id device_ids", "compile(provider=...) chooses the device; leave it out", [0]),
@@ -212,22 +198,16 @@ _TRANSFORMERS: Final = (
 # Arguments of `from_pretrained`.
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("max_memory", _WEIGHTS),
-    **refusals("disable_mmap", _WEIGHTS, False),
     **refusals("quantization_config", _QUANTIZED),
     **refusals("load_in_8bit load_in_4bit", _QUANTIZED, False),
-    **refusals("tp_plan tp_size device_mesh distributed_config", _ONE_DEVICE),
+    **refusals("tp_plan tp_size", _ONE_DEVICE),
     **refusals("subfolder", _DOWNLOAD, ""),
     **refusals("force_download", _DOWNLOAD, False),
-    **refusals("variant code_revision mirror", _DOWNLOAD),
+    **refusals("variant", _DOWNLOAD),
     **refusals("proxies", "set HTTPS_PROXY in the environment"),
     **refusals("use_auth_token", "it is called token here, as in transformers today"),
     **refusals("from_tf from_flax", "save it with transformers as safetensors first", False),
-    **refusals("config state_dict key_mapping fusion_config model_kwargs", _TRANSFORMERS),
-    **refusals(
-        "ignore_mismatched_sizes", "weights that do not fit are refused; leave it out", False
-    ),
-    **refusals("output_loading_info", "a model that lacks weights is refused; leave it out", False),
-    **refusals("return_unused_kwargs", "unknown keywords are refused; leave it out", False),
+    **refusals("config state_dict", _TRANSFORMERS),
     **refusals(
         "adapter_name adapter_kwargs",
         "give adapter= the folder or hub id of the LoRA adapter",

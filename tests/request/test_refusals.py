@@ -22,6 +22,7 @@ from qsample.request.refusals import (
     check_from_pretrained,
     without_refused,
 )
+from qsample.runtime import CausalLM
 from qsample.runtime.call import accepted_keywords
 
 TABLES = (
@@ -56,17 +57,19 @@ def test_booleans_and_numbers_are_told_apart() -> None:
         without_refused(GENERATE, {"token_type_ids": np.zeros((1, 3))})
 
 
-def test_every_keyword_of_transformers_generate_is_known() -> None:
+def test_every_keyword_of_transformers_generate_is_known_or_refused(model: CausalLM) -> None:
+    """An unknown keyword is refused by its name, so that no argument is ignored. All fields of a
+    generation_config are known."""
     transformers = pytest.importorskip("transformers")
 
-    names = set(inspect.signature(transformers.GenerationMixin.generate).parameters) - {
-        "self",
-        "kwargs",
-    }
-    names |= {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
-    names |= set(transformers.utils.generic.TransformersKwargs.__optional_keys__)
     known = accepted_keywords() | UNSUPPORTED.keys() | GENERATE.keys()
-    assert names - known == {"transformers_version"}
+    fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    assert fields - known == {"transformers_version"}
+    arguments = set(inspect.signature(transformers.GenerationMixin.generate).parameters)
+    arguments |= set(transformers.utils.generic.TransformersKwargs.__optional_keys__)
+    for name in arguments - known - {"self", "kwargs"}:
+        with pytest.raises(ValueError, match=f"generate has no argument '{name}'"):
+            model.generate([5], **{name: 5})
 
 
 def test_what_transformers_fills_in_by_itself_is_harmless() -> None:
@@ -75,7 +78,7 @@ def test_what_transformers_fills_in_by_itself_is_harmless() -> None:
     assert not without_refused(GENERATE, given).keys() & GENERATE.keys()
 
 
-def test_every_keyword_of_transformers_from_pretrained_is_known() -> None:
+def test_every_keyword_of_transformers_from_pretrained_is_known_or_refused() -> None:
     transformers = pytest.importorskip("transformers")
     from qsample import AutoModelForCausalLM
 
@@ -84,7 +87,9 @@ def test_every_keyword_of_transformers_from_pretrained_is_known() -> None:
     names |= set(re.findall(r'kwargs\.pop\("([a-z]\w*)"', inspect.getsource(load)))
     assert "device_map" in names
     own = set(inspect.signature(AutoModelForCausalLM.from_pretrained).parameters)
-    assert names - own - FROM_PRETRAINED.keys() - IGNORED == set()
+    for name in names - own - FROM_PRETRAINED.keys() - IGNORED:
+        with pytest.raises(TypeError, match=f"from_pretrained has no argument '{name}'"):
+            AutoModelForCausalLM.from_pretrained("model", **{name: 5})
 
 
 def test_keywords_that_nobody_knows() -> None:
