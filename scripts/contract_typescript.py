@@ -123,7 +123,10 @@ def module() -> str:
         # Fields of a generation_config.json that the graph does not implement, with the values that ask for nothing.
         "UNSUPPORTED": (
             "Readonly<Record<string, readonly unknown[]>>",
-            {name: list(refusal.neutral) for name, refusal in sampling_params.UNSUPPORTED.items()},
+            {
+                name: list(refusal.neutral)
+                for name, refusal in sampling_params.UNSUPPORTED_SETTINGS.items()
+            },
         ),
     }
     lines = [

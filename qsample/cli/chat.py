@@ -37,7 +37,7 @@ from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError
 from qsample.images.messages import with_images
 from qsample.progress import Stage
-from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams
+from qsample.request.sampling_params import NUM_SEEDS, SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.images.prompt import ProcessedImage
@@ -238,7 +238,7 @@ class Conversation:
         if not any(name in options or own.get(name) is not None for name in limits):
             options["max_length"] = self.engine.capacity
         if options.get("seed") is not None:  # the same seed would give the same answer again
-            options["seed"] = (options["seed"] + self.retries) % SEEDS
+            options["seed"] = (options["seed"] + self.retries) % NUM_SEEDS
         self._forget(options.get("max_new_tokens"))
         try:
             request = self.engine.add_request(self.seen, **options, **self.template)

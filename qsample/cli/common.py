@@ -21,7 +21,7 @@ from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.disk.untrusted import parse_json
 from qsample.errors import unknown
 from qsample.progress import Stage
-from qsample.request.sampling_params import FILTER_FIELDS, HELP, OFF, SamplingParams
+from qsample.request.sampling_params import FILTER_FIELDS, HELP, OFF_VALUES, SamplingParams
 
 if TYPE_CHECKING:
     from qsample.models.model import PackagedModel, SourceModel
@@ -185,7 +185,9 @@ _SAMPLING: Final = {
     if name != "bad_words_ids"
 }
 SAMPLING_FLAGS: Final[Mapping[str, Flag]] = {
-    **flags_of(SamplingParams, {name: {"panel": _PANEL} for name in OFF} | _SAMPLING, unset=True),
+    **flags_of(
+        SamplingParams, {name: {"panel": _PANEL} for name in OFF_VALUES} | _SAMPLING, unset=True
+    ),
     "stop_strings": _flag(
         list[str] | None,
         "Text that ends a row, cut off with the text after it; may be repeated.",

@@ -32,7 +32,7 @@ from qsample.disk.untrusted import open_plain, parse_json
 from qsample.errors import QsampleError, shown
 from qsample.images.messages import with_images
 from qsample.progress import Stage
-from qsample.request.sampling_params import SAMPLING_FIELDS, SEEDS, SamplingParams, layered
+from qsample.request.sampling_params import NUM_SEEDS, SAMPLING_FIELDS, SamplingParams, layered
 
 if TYPE_CHECKING:
     from qsample.request.grammar import Form
@@ -140,7 +140,7 @@ def rows_of(
                 inputs = [{"role": "system", "content": system}, *inputs]
         merged = _merge({**options, **chat} if is_chat else options, own)
         if merged.get("seed") is None and options.get("seed") is not None:
-            merged["seed"] = (options["seed"] + len(rows)) % SEEDS
+            merged["seed"] = (options["seed"] + len(rows)) % NUM_SEEDS
         source = [name, inputs, merged]
         if line.files:  # wherever the images are, what is in them decides
             source = [

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from qsample.contract.interface import Features
 from qsample.errors import UnsupportedModelError, shown, unknown
-from qsample.request.refusals import ABSENT, BOOKKEEPING, GENERATE, UNSUPPORTED
-from qsample.request.sampling_params import OFF, settings_of
+from qsample.request.refusals import ABSENT_ATTRIBUTES, BOOKKEEPING, GENERATE, UNSUPPORTED_SETTINGS
+from qsample.request.sampling_params import OFF_VALUES, settings_of
 
 _SHORT: Final = {"float": "float32", "half": "float16", "double": "float64"}  # other names of torch
 EXPORTED: Final = ("float32", "float16", "auto")
@@ -74,7 +74,7 @@ _OWN: Final = (
     "return_dict_in_generate",
     "prefill_chunk_size",
 )
-_FIELDS: Final = frozenset({*OFF, *UNSUPPORTED, *GENERATE, *BOOKKEEPING, *_OWN})
+_FIELDS: Final = frozenset({*OFF_VALUES, *UNSUPPORTED_SETTINGS, *GENERATE, *BOOKKEEPING, *_OWN})
 # Fields of all of transformers' configurations.
 _ALWAYS: Final = {
     "pad_token_id": None,
@@ -233,8 +233,10 @@ class ModelMethods(ABC):
     if not TYPE_CHECKING:  # which would take any name for present
 
         def __getattr__(self, name: str) -> Any:
-            if name in ABSENT:
-                raise AttributeError(f"a model of qsample has no {name}: {ABSENT[name].instead}")
+            if name in ABSENT_ATTRIBUTES:
+                raise AttributeError(
+                    f"a model of qsample has no {name}: {ABSENT_ATTRIBUTES[name].instead}"
+                )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def eval(self) -> Self:

@@ -1,8 +1,9 @@
-"""Grammars: the form that an answer has to follow, its compilation by llguidance, and the masks of each answer.
+"""Grammars: the form that an answer has to follow, its compilation by llguidance, and the masks of
+each answer.
 
-Each grammar is compiled in another process first, with limits. llguidance is native code: it overflows its stack and
-ends the process on some schemas of 50 kB, and compiles other schemas for minutes or into gigabytes. A grammar that
-passes there costs the server no more than it did there.
+Each grammar is first compiled in another process, with limits. llguidance is native code: some
+schemas of 50 kB overflow its stack and end the process, others take minutes or gigabytes to
+compile. A grammar that passes the trial costs the server no more than it cost there.
 """
 
 from __future__ import annotations
@@ -28,25 +29,31 @@ from qsample.errors import ArgumentError
 if TYPE_CHECKING:
     from qsample.runtime import CausalLM, Step
 
-# The prefix of a grammar in GBNF: its translation takes long, so the compiling thread does it.
-_GBNF: Final = "\0GBNF:"
-# Blanks as json.dumps writes them. A model that may write any number of them may never stop doing so.
-_JSON: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_KEPT: Final = 64  # grammars
-_THREADS: Final = 2  # that compile
-SECONDS: Final = 10.0  # for a grammar
-_MEMORY: Final = 256 << 20  # bytes, in addition to the tokenizer's
-_STACK: Final = 4 << 20  # bytes; the server's threads have twice as much
+# The prefix of a grammar in GBNF. Its translation takes long, so the compiling thread does it.
+_GBNF_PREFIX: Final = "\0GBNF:"
+# llguidance's options for JSON: blanks as json.dumps writes them. A model that may write any number
+# of blanks may never stop writing them.
+_JSON_OPTIONS: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+_MAX_COMPILED_GRAMMARS: Final = 64
+_COMPILING_THREADS: Final = 2
+MAX_COMPILE_SECONDS: Final = 10.0
+_MAX_MEMORY_BYTES: Final = 256 << 20  # The tokenizer's memory is not counted.
+_STACK_BYTES: Final = 4 << 20  # The server's threads have twice this stack.
 
 
 class Form(NamedTuple):
-    """The form that an answer has to follow.
+    """The form that an answer has to follow. These are the kinds, with their values.
 
-    - "json_schema": `value` is a schema, true for any JSON, or a schema's text;
+    - "json_schema": a schema, true for any JSON, or a schema's text;
     - "regex": an expression of Rust's regex crate, for the whole answer;
     - "choice": a list of texts;
     - "grammar": Lark's notation as llguidance reads it, or llama.cpp's GBNF;
-    - "call", "calls": name → schema of a function's arguments, for a list of a single call, or of several.
+    - "call", "calls": name → schema of a function's arguments, for a list of a single call, or of
+      several calls.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "call", "calls"]
@@ -67,16 +74,18 @@ def grammar_of(form: Form) -> str:
 
     kind, value = form
     if kind == "regex":
-        return _made(LLMatcher.grammar_from_regex, value)
+        return _translated(LLMatcher.grammar_from_regex, value)
     if kind == "grammar":
-        return _GBNF + value if "::=" in value else _made(LLMatcher.grammar_from_lark, value)
+        if "::=" in value:
+            return _GBNF_PREFIX + value
+        return _translated(LLMatcher.grammar_from_lark, value)
     if kind == "choice":
         if "" in value:
             raise ArgumentError("a choice is empty; give texts of at least a character")
         texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
-        return _made(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
+        return _translated(LLMatcher.grammar_from_lark, "start: " + " | ".join(texts))
     if kind in ("call", "calls"):
-        return _made(
+        return _translated(
             lambda: LLMatcher.grammar_from_lark(_list_of_calls(value, several=kind == "calls"))
         )
     if isinstance(value, str):
@@ -89,53 +98,60 @@ def grammar_of(form: Form) -> str:
             f"the schema is {json.dumps(value):.60}; give an object, or true for any JSON"
         )
     schema = {} if value is True else value
-    return _made(lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON))
+    return _translated(
+        lambda: LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_OPTIONS)
+    )
 
 
 def check_form(form: Form) -> None:
-    """Raise ArgumentError for an invalid form, before a model is there."""
+    """Raise ArgumentError for an invalid form. No model is needed."""
     from llguidance import LLMatcher
 
-    grammar = grammar_of(form)
-    grammar = _from_gbnf(grammar.removeprefix(_GBNF)) if grammar.startswith(_GBNF) else grammar
-    if problem := LLMatcher.validate_grammar(grammar):
-        raise refused(problem)
+    grammar = _without_gbnf(grammar_of(form))
+    problem = LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise invalid_grammar(problem)
 
 
 def _list_of_calls(functions: Mapping[str, Any], several: bool) -> str:
-    """Lark's notation. Each schema is a separate document, so its references to its parts stay valid."""
+    """The calls in Lark's notation. Each schema is a separate document, so its references to its
+    parts stay valid."""
     calls = []
     for name, schema in functions.items():
         start = json.dumps(f'{{"name": "{name}", "parameters": ')
-        calls.append(f'{start} %json {json.dumps({**schema, "x-guidance": _JSON})} "}}"')
+        calls.append(f'{start} %json {json.dumps({**schema, "x-guidance": _JSON_OPTIONS})} "}}"')
     more = ' (", " call)*' if several else ""
     return f'start: "[" call{more} "]"\ncall: {" | ".join(calls)}'
 
 
-def _from_gbnf(grammar: str) -> str:
+def _without_gbnf(grammar: str) -> str:
+    """A text of `grammar_of`; translated if it is GBNF. Raises ArgumentError."""
+    if not grammar.startswith(_GBNF_PREFIX):
+        return grammar
     from llguidance import LLMatcher, gbnf_to_lark
 
     try:
-        lark = gbnf_to_lark.gbnf_to_lark(grammar)
+        lark = gbnf_to_lark.gbnf_to_lark(grammar.removeprefix(_GBNF_PREFIX))
     except Exception as error:
         raise ArgumentError(f"the grammar is not valid GBNF: {error!s:.200}") from None
-    return _made(LLMatcher.grammar_from_lark, lark)
+    return _translated(LLMatcher.grammar_from_lark, lark)
 
 
-def _made(make: Callable[..., str], *value: str) -> str:
+def _translated(translate: Callable[..., str], *value: str) -> str:
+    """The result of a function of llguidance. Raises InvalidGrammarError."""
     try:
-        return make(*value)
+        return translate(*value)
     except (ValueError, RecursionError) as error:
-        raise refused(str(error)) from None
+        raise invalid_grammar(str(error)) from None
 
 
-def refused(reason: str) -> InvalidGrammarError:
-    """The error of a grammar that is invalid or too large."""
+def invalid_grammar(reason: str) -> InvalidGrammarError:
+    """The error for a grammar that is invalid or too large."""
     text = " ".join(reason.split())
     return InvalidGrammarError(f"no answer can follow that form: {text:.300}")
 
 
-def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
+def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> CompiledGrammar:
     """Compile a text of `grammar_of` for llguidance's `tokenizer`.
 
     Raises:
@@ -143,20 +159,23 @@ def compile_grammar(grammar: str, tokenizer: Any, vocab_size: int) -> Compiled:
     """
     from llguidance import LLMatcher
 
-    if grammar.startswith(_GBNF):
-        grammar = _from_gbnf(grammar.removeprefix(_GBNF))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    matcher = LLMatcher(tokenizer, _without_gbnf(grammar), log_level=0)
     check_matcher(matcher)
     mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
-    fill_mask(matcher, mask)  # the same for every answer, and often the slowest
+    fill_mask(matcher, mask)  # The first mask is the same for every answer, and often the slowest.
     if not mask.any():
-        raise refused("no text follows it")
-    return Compiled(matcher, mask)
+        raise invalid_grammar("no text follows it")
+    return CompiledGrammar(matcher, mask)
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """matcher: at the start of an answer; copied for each. mask: [1, W] int32, of the first token."""
+class CompiledGrammar:
+    """A grammar that answers can follow.
+
+    Attributes:
+        matcher: llguidance's matcher at the start of an answer; each answer gets a copy.
+        mask: [1, W] int32, the mask of the first token.
+    """
 
     matcher: Any
     mask: Array
@@ -171,13 +190,15 @@ def fill_mask(matcher: Any, mask: Array) -> None:
 
 
 def check_matcher(matcher: Any) -> None:
-    """Raise InvalidGrammarError if the grammar is invalid, or became too complex for llguidance on the way."""
+    """Raise InvalidGrammarError if the grammar is invalid, or became too complex for llguidance
+    during the answer."""
     if matcher.is_error():
-        raise refused(matcher.get_error())
+        raise invalid_grammar(matcher.get_error())
 
 
 class TokenizerArguments(TypedDict):
-    """Of llguidance.LLTokenizer: the content of tokenizer.json, the model's vocabulary, ids of its stop tokens."""
+    """The arguments of llguidance.LLTokenizer: the content of tokenizer.json, the size of the
+    model's vocabulary, and the ids of its stop tokens."""
 
     tokenizer: str
     n_vocab: int
@@ -185,41 +206,47 @@ class TokenizerArguments(TypedDict):
 
 
 class Trial:
-    """Tells whether grammars can be compiled, one at a time, in a process that begins with the first; each may take
-    `seconds`. `tokenizer` returns the arguments of the model's llguidance.LLTokenizer."""
+    """Finds out whether grammars can be compiled, one at a time, in a process that starts with the
+    first grammar."""
 
     def __init__(
-        self, tokenizer: Callable[[], TokenizerArguments], seconds: float = SECONDS
+        self, tokenizer: Callable[[], TokenizerArguments], seconds: float = MAX_COMPILE_SECONDS
     ) -> None:
+        """tokenizer: returns the arguments of the model's llguidance.LLTokenizer. seconds: the time
+        that a grammar may take."""
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
 
     def refusal(self, grammar: str) -> str | None:
-        """Why `grammar` cannot be compiled; None if it can. Blocks for at most `seconds` and a start of the process."""
+        """Why `grammar` cannot be compiled; None if it can. This blocks for at most `seconds`, and
+        while the process starts."""
         process = self._process
         if process is None:
-            process = self._process = self._start()  # `stop` ends it from here on
+            process = self._start()
+            self._process = process  # From here on, `stop` ends it.
             self._ask(process, self._tokenizer())
-        late = threading.Timer(self._seconds, process.kill)
-        late.start()
+        timer = threading.Timer(self._seconds, process.kill)
+        timer.start()
         try:
             answer = self._ask(process, grammar)
         finally:
-            in_time = late.is_alive()
-            late.cancel()
+            is_in_time = timer.is_alive()
+            timer.cancel()
         if answer is not None:
             reason: str | None = json.loads(answer)
             return reason
         self.stop()
         process.wait()
-        if in_time:
+        if is_in_time:
             return "it is too large or nested too deep to compile; give a smaller one"
         return f"it takes more than {self._seconds:g} seconds to compile; give a smaller one"
 
     def stop(self) -> None:
-        """End the process, and the work on a grammar; the next grammar starts another. Callable from any thread."""
-        process, self._process = self._process, None
+        """End the process, and the work on a grammar; the next grammar starts another process. Any
+        thread may call this."""
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
 
@@ -235,65 +262,79 @@ class Trial:
 
     @staticmethod
     def _ask(process: subprocess.Popen[str], message: Any) -> str | None:
-        """The answer, a line; None if the process ended."""
+        """The answer to a message, a line; None if the process ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
             return process.stdout.readline() or None
-        except (BrokenPipeError, ValueError):  # a pipe that is closed
+        except (BrokenPipeError, ValueError):  # The pipe is closed.
             return None
 
 
 class Grammars:
-    """Compiled grammars of a model; the most recent are kept."""
+    """The compiled grammars of a model. Those that were used last stay compiled."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._tokenizer: Any = None
-        self._reading = threading.Lock()
-        self._kept: OrderedDict[str, asyncio.Future[Compiled]] = OrderedDict()
-        self._waiting: Counter[str] = Counter()  # requests, by grammar
-        self._tried: dict[str, Trial] = {}  # by the grammar that each works on
-        self._trials: SimpleQueue[Trial] = SimpleQueue()  # the idle ones
-        for _ in range(_THREADS):
-            self._trials.put(Trial(self._tokenizer_arguments))
-        # A pool apart from asyncio.to_thread's: slow grammars must not delay the encoding of prompts.
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qsample-grammar")
+        self._tokenizer_lock = threading.Lock()
+        # Grammar → its compilation; the grammar that was used longest ago is the first.
+        self._compilations: OrderedDict[str, asyncio.Future[CompiledGrammar]] = OrderedDict()
+        self._waiting: Counter[str] = Counter()  # Grammar → the number of requests that wait.
+        self._busy_trials: dict[str, Trial] = {}  # Grammar → the trial that works on it.
+        self._idle_trials: SimpleQueue[Trial] = SimpleQueue()
+        for _ in range(_COMPILING_THREADS):
+            self._idle_trials.put(Trial(self._tokenizer_arguments))
+        # This is not the pool of asyncio.to_thread, because slow grammars must not delay the
+        # encoding of prompts.
+        self._threads = ThreadPoolExecutor(_COMPILING_THREADS, thread_name_prefix="qsample-grammar")
 
     async def guide(self, grammar: str) -> GrammarGuide:
-        """A guide for an answer, compiled on another thread, once for simultaneous requests, as long as one waits.
-        Raises ArgumentError if the grammar is invalid or takes too much to compile, or if no answer can follow it."""
-        if grammar not in self._kept:
+        """A guide for an answer. The grammar is compiled on another thread, once for simultaneous
+        requests, as long as one of them waits.
+
+        Raises:
+            ArgumentError: the grammar is invalid or takes too much to compile, or no answer can
+                follow it.
+        """
+        if grammar not in self._compilations:
             loop = asyncio.get_running_loop()
-            self._kept[grammar] = loop.run_in_executor(self._threads, self._compile, grammar)
-        self._kept.move_to_end(grammar)
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        compiling = self._kept[grammar]
+            self._compilations[grammar] = loop.run_in_executor(
+                self._threads, self._compile, grammar
+            )
+        self._compilations.move_to_end(grammar)
+        while len(self._compilations) > _MAX_COMPILED_GRAMMARS:
+            self._compilations.popitem(last=False)
+        compilation = self._compilations[grammar]
         self._waiting[grammar] += 1
         try:
-            compiled = await asyncio.shield(compiling)  # another request may wait for it
+            compiled = await asyncio.shield(compilation)  # Another request may wait for it.
         except BaseException:
-            # The next request tries again; a cancelled request leaves the work to the requests that wait.
-            failed = compiling.done() and (
-                compiling.cancelled() or compiling.exception() is not None
-            )
-            left = not compiling.done() and self._waiting[grammar] == 1
-            if (failed or left) and self._kept.get(grammar) is compiling:
-                del self._kept[grammar]
-            if left:
-                compiling.cancel()
-                if (trial := self._tried.get(grammar)) is not None:
-                    trial.stop()
+            self._give_up(grammar, compilation)
             raise
         finally:
             self._waiting[grammar] -= 1
-            self._waiting += Counter()  # without zeros
+            self._waiting += Counter()  # This drops zeros.
         return GrammarGuide(compiled)
 
-    def compiled(self, form: Form) -> Compiled:
+    def _give_up(self, grammar: str, compilation: asyncio.Future[CompiledGrammar]) -> None:
+        """A request was cancelled, or the compilation failed: let the next request try again, and
+        stop the work unless other requests wait for it."""
+        if compilation.done():
+            is_over = compilation.cancelled() or compilation.exception() is not None
+        else:
+            is_over = self._waiting[grammar] == 1
+            if is_over:
+                compilation.cancel()
+                trial = self._busy_trials.get(grammar)
+                if trial is not None:
+                    trial.stop()
+        if is_over and self._compilations.get(grammar) is compilation:
+            del self._compilations[grammar]
+
+    def compiled(self, form: Form) -> CompiledGrammar:
         """A form's grammar, compiled on this thread and without limits, for a user of this machine.
 
         Raises:
@@ -303,16 +344,17 @@ class Grammars:
             grammar_of(form), self._llguidance_tokenizer(), self._model.interface.vocab_size
         )
 
-    def _compile(self, grammar: str) -> Compiled:
-        trial = self._trials.get()
+    def _compile(self, grammar: str) -> CompiledGrammar:
+        """Try a grammar in another process, then compile it here."""
+        trial = self._idle_trials.get()
         try:
-            self._tried[grammar] = trial
+            self._busy_trials[grammar] = trial
             reason = trial.refusal(grammar)
         finally:
-            del self._tried[grammar]
-            self._trials.put(trial)
+            del self._busy_trials[grammar]
+            self._idle_trials.put(trial)
         if reason is not None:
-            raise refused(reason)
+            raise invalid_grammar(reason)
         return compile_grammar(
             grammar, self._llguidance_tokenizer(), self._model.interface.vocab_size
         )
@@ -320,7 +362,7 @@ class Grammars:
     def _llguidance_tokenizer(self) -> Any:
         from llguidance import LLTokenizer
 
-        with self._reading:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = LLTokenizer(**self._tokenizer_arguments())
@@ -331,7 +373,7 @@ class Grammars:
             return self._tokenizer
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
-        assert self._model.tokenizer is not None  # see `ServedModel.guides`
+        assert self._model.tokenizer is not None  # Callers check it.
         ends = list(self._model.package.manifest.token_ids.eos)
         return TokenizerArguments(
             tokenizer=self._model.tokenizer.to_json(),
@@ -340,23 +382,25 @@ class Grammars:
         )
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop compiling, and end the processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for trial in list(self._tried.values()):
+        for trial in list(self._busy_trials.values()):
             trial.stop()
-        while not self._trials.empty():
-            self._trials.get().stop()
+        while not self._idle_trials.empty():
+            self._idle_trials.get().stop()
 
 
 class GrammarGuide:
     """Writes the mask of each next token of an answer; the `allowed_tokens` of a request.
 
-    The first mask is computed early, with the grammar. Each later mask depends on the token before it, and the step
-    that samples the next token needs it, because the graph filters and draws by itself: so it is written between the
-    two steps. llguidance releases Python's lock meanwhile, so the event loop goes on. `row`: of the answer, in a batch.
+    The first mask is computed with the grammar. Each later mask depends on the token before it. As
+    the graph filters and draws by itself, the step that samples the next token needs the mask, so
+    it is written between the two steps. llguidance releases Python's lock meanwhile, so the event
+    loop goes on.
     """
 
-    def __init__(self, compiled: Compiled, row: int = 0) -> None:
+    def __init__(self, compiled: CompiledGrammar, row: int = 0) -> None:
+        """row: the row of the answer in a batch."""
         self._compiled = compiled
         self._row = row
         self._matcher: Any = None
@@ -374,14 +418,15 @@ class GrammarGuide:
 
 
 def _serve() -> None:
-    """Answer each line of standard input, in JSON, with a line: null, or the reason why a grammar is refused. The first
-    line has the tokenizer's arguments. Invalid grammars pass; the server reports them."""
+    """Answer each line of standard input, in JSON, with a line: null, or the reason why a grammar
+    is refused. The first line has the tokenizer's arguments. Invalid grammars pass; the server
+    reports them."""
     from llguidance import LLTokenizer
 
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(**arguments)
     print("null", flush=True)
-    _limit()
+    _limit_memory()
     for line in sys.stdin:
         reason = None
         try:
@@ -390,24 +435,25 @@ def _serve() -> None:
             pass
         except MemoryError:
             reason = "it takes too much memory to compile; give a smaller one"
-        except BaseException as error:  # llguidance's panics, too
+        except BaseException as error:  # A panic of llguidance is no Exception.
             reason = f"it cannot be compiled: {error}"
         print(json.dumps(reason), flush=True)
 
 
-def _limit() -> None:
-    """Bound the process's memory and stack, on systems that can."""
+def _limit_memory() -> None:
+    """Limit the process's memory and stack, on Linux."""
     if sys.platform != "linux":
         return
     import resource
 
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # no /proc
+            used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # /proc is not mounted.
         return
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.RLIM_INFINITY))
+    limit_bytes = used_bytes + _MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -1,4 +1,5 @@
-"""Keywords and attributes of transformers and QEfficient that ask for what qsample lacks, with the alternative."""
+"""Keywords and attributes of transformers and QEfficient that qsample lacks, each with the
+alternative."""
 
 from __future__ import annotations
 
@@ -10,20 +11,26 @@ from qsample.errors import shown, unknown
 
 
 class Refusal(NamedTuple):
-    """A refused argument. instead: the advice, as the end of a sentence. neutral: values besides None that pass."""
+    """A refused argument.
+
+    Attributes:
+        instead: the advice, which completes a sentence.
+        neutral: the values that ask for nothing, besides None.
+    """
 
     instead: str
     neutral: tuple[Any, ...] = ()
 
     def applies_to(self, value: Any) -> bool:
-        """Whether `value` asks for something. True and 1 are different values, 1 and 1.0 are the same."""
+        """Whether `value` asks for something. True and 1 are different values, 1 and 1.0 are
+        equal."""
         value = _as_builtin(value)
-        if not isinstance(value, _BUILTIN):
+        if not isinstance(value, _BUILTIN_TYPES):
             return value is not None
-        return not any(
-            isinstance(value, bool) is isinstance(other, bool) and value == other
-            for other in self.neutral
-        )
+        for other in self.neutral:
+            if isinstance(value, bool) is isinstance(other, bool) and value == other:
+                return False
+        return True
 
 
 def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
@@ -32,40 +39,51 @@ def refusals(names: str, instead: str, *neutral: Any) -> dict[str, Refusal]:
 
 
 def without_refused(table: Mapping[str, Refusal], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without the names of `table`. Raises ValueError, listing the names whose value asks for something."""
-    asked = [name for name in given if name in table and table[name].applies_to(given[name])]
-    if asked:
-        listed = "; ".join(
-            f"{name} is {_brief(given[name])}, which is not supported: {table[name].instead}"
-            for name in asked
-        )
-        raise ValueError(listed)
-    return {name: value for name, value in given.items() if name not in table}
+    """`given` without the names of `table`. Raises ValueError that lists the names whose value asks
+    for something."""
+    rest: dict[str, Any] = {}
+    messages: list[str] = []
+    for name, value in given.items():
+        if name not in table:
+            rest[name] = value
+        elif table[name].applies_to(value):
+            messages.append(
+                f"{name} is {_brief(value)}, which is not supported: {table[name].instead}"
+            )
+    if messages:
+        raise ValueError("; ".join(messages))
+    return rest
 
 
-_BUILTIN: Final = (bool, int, float, str, list, tuple, dict)
+_BUILTIN_TYPES: Final = (bool, int, float, str, list, tuple, dict)
 
 
 def _as_builtin(value: Any) -> Any:
-    """An array or a tensor of one element or none as Python's number or list, for comparisons."""
-    small = math.prod(getattr(value, "shape", ())) <= 1
-    return value.tolist() if small and callable(getattr(value, "tolist", None)) else value
+    """`value`; as a number or a list of Python if it is an array or a tensor with at most one
+    element."""
+    size = math.prod(getattr(value, "shape", ()))
+    if size <= 1 and callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    return value
 
 
 def _brief(value: Any) -> str:
+    """A value in a message; the type of an object that would be long."""
     value = _as_builtin(value)
-    return shown(value, 60) if isinstance(value, _BUILTIN) else f"of type {type(value).__name__}"
+    if isinstance(value, _BUILTIN_TYPES):
+        return shown(value, 60)
+    return f"of type {type(value).__name__}"
 
 
 _NO_BEAMS: Final = "it belongs to beam search, which qsample does not do; leave it out"
 _NO_DRAFTS: Final = (
-    "tokens are guessed by prompt lookup alone; leave it out, or give prompt_lookup_num_tokens to a package that was "
+    "only prompt lookup guesses tokens; leave it out, or give prompt_lookup_num_tokens to a package that was "
     "compiled with num_speculative_tokens"
 )
-_LONGEST_NGRAM: Final = 8  # tokens that the graph compares
+_MAX_NGRAM_TOKENS: Final = 8  # The graph compares no longer n-grams.
 _NO_ENCODER: Final = "it belongs to encoder-decoder models, and this is a decoder; leave it out"
 _NO_INPUT: Final = (
-    "the graph takes token ids and a mask alone; take it out of the tokenizer's result"
+    "the graph only takes token ids and a mask; take it out of the tokenizer's result"
 )
 _PIXELS: Final = (
     "the package makes the pixels itself; "
@@ -75,7 +93,14 @@ _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
 _COMPILED: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
 
-# Arguments of `generate`, fields of a GenerationConfig, and further results of a tokenizer.
+
+def _unsupported_setting(name: str, instead: str, *neutral: Any) -> Refusal:
+    """The refusal of a field of a generation_config. instead: the alternative; "" for none."""
+    without = f"give {name}=None to go without it (the tokens then differ from transformers')"
+    return Refusal(f"{instead}, or {without}" if instead else without, neutral)
+
+
+# Refused arguments of `generate`, fields of a GenerationConfig, and further results of a tokenizer.
 GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("early_stopping", _NO_BEAMS, False),
     **refusals("length_penalty", _NO_BEAMS, 1),
@@ -88,8 +113,8 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("assistant_model assistant_early_exit assistant_ensemble_weight speculation_type", _NO_DRAFTS),
     **refusals(
         "max_matching_ngram_size",
-        f"the graph compares 2 to {_LONGEST_NGRAM} tokens; give at most {_LONGEST_NGRAM}, or leave it out",
-        *range(1, _LONGEST_NGRAM + 1),
+        f"the graph compares 2 to {_MAX_NGRAM_TOKENS} tokens; give at most {_MAX_NGRAM_TOKENS}, or leave it out",
+        *range(1, _MAX_NGRAM_TOKENS + 1),
     ),
     **refusals("renormalize_logits", "give True or False; both leave the tokens as they are", True, False),
     **refusals("use_cache", "give True or False; the graph always keeps its cache", True, False),
@@ -107,10 +132,10 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     ),
     **refusals("output_logits", "export with logprobs=True or top_logprobs=M, the log-softmax of the logits", False),
     **refusals("output_attentions output_hidden_states", _NOT_RETURNED, False),
-    **refusals("return_dict", "the graph has outputs of its own; leave it out, or see return_dict_in_generate", True),
+    **refusals("return_dict", "the graph has other outputs; leave it out, or see return_dict_in_generate", True),
     **refusals(
         "prefix_allowed_tokens_fn",
-        "export with allowed_tokens=True and give allowed_tokens a function, which writes the mask of every next token",
+        "export with allowed_tokens=True and give allowed_tokens a function that writes the mask of every next token",
     ),
     **refusals("synced_gpus", "a package runs in a single process; leave it out", False),
     **refusals("trust_remote_code", "a package runs no code of its model; give it to from_pretrained", False),
@@ -130,13 +155,9 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("automation enable_debug_logs write_io is_tlm", "see the attributes of generate's result", False),
     **refusals("write_io_dir comp_ctx_lengths_prefill comp_ctx_lengths_decode", "leave it out"),
 }  # fmt: skip
-# Fields of a generation_config that change the tokens and that qsample does not implement.
-UNSUPPORTED: Final[Mapping[str, Refusal]] = {
-    name: Refusal(
-        f"{instead + ', or ' if instead else ''}give {name}=None to go without it (the tokens then differ from "
-        "transformers')",
-        tuple(neutral),
-    )
+# Fields of a generation_config that change the tokens, and that qsample does not implement.
+UNSUPPORTED_SETTINGS: Final[Mapping[str, Refusal]] = {
+    name: _unsupported_setting(name, instead, *neutral)
     for name, instead, *neutral in (
         ("num_beams", "temperature=0 takes the likeliest token each time", 1),
         ("num_beam_groups", "", 1),
@@ -164,7 +185,7 @@ UNSUPPORTED: Final[Mapping[str, Refusal]] = {
     )
 }
 
-# Of transformers' apply_chat_template.
+# Refused arguments of transformers' apply_chat_template.
 APPLY_CHAT_TEMPLATE: Final = {
     **refusals(
         "sanitize_control_tokens truncation return_assistant_tokens_mask", "leave it out", False
@@ -175,7 +196,7 @@ APPLY_CHAT_TEMPLATE: Final = {
     **refusals("max_length tokenizer_kwargs", "leave it out"),
 }
 
-# Notes of a GenerationConfig about itself.
+# Fields in which a GenerationConfig describes its file. They ask for nothing.
 BOOKKEEPING: Final = (
     "transformers_version",
     "_from_model_config",
@@ -195,7 +216,7 @@ _TRANSFORMERS: Final = (
     "qsample loads the model itself; give the folder or hub id of a checkpoint that has it already"
 )
 
-# Arguments of `from_pretrained`.
+# Refused arguments of `from_pretrained`.
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("max_memory", _WEIGHTS),
     **refusals("quantization_config", _QUANTIZED),
@@ -229,33 +250,42 @@ FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("enable_proxy", "leave it out", False),
 }
 
-# These choose how transformers loads and computes, never what: any value is met by a graph with kernels and a cache of
-# its own, whose weights stay mapped from safetensors.
-IGNORED: Final = frozenset(
+# These only affect how transformers loads and executes the model. The graph has its own kernels and
+# cache, and its weights stay mapped from safetensors, so any value is accepted.
+IGNORED_KEYWORDS: Final = frozenset(
     {
         "attn_implementation",
         "experts_implementation",
         "use_flash_attention_2",
         "use_kernels",
         "allow_all_kernels",
-    }
-    | {
         "kernel_config",
         "low_cpu_mem_usage",
         "offload_folder",
         "offload_buffers",
         "offload_state_dict",
         "use_cache",
+        "use_safetensors",
+        "weights_only",
+        "resume_download",
+        # QEfficient's.
+        "layerwise",
+        "kv_offload",
     }
-    | {"use_safetensors", "weights_only", "resume_download"}
-    | {"layerwise", "kv_offload"}  # QEfficient's
 )
 
 
 def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> None:
-    """Check the keywords `given` that `from_pretrained` lacks; `own` are the names that it has. Raises ValueError for a
-    keyword of transformers that asks for something, TypeError for an unknown keyword."""
-    rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED
+    """Check keywords that `from_pretrained` does not have.
+
+    Args:
+        given: the keywords with their values.
+        own: the names of the keywords that it has, for the suggestion.
+
+    Raises ValueError for a keyword of transformers that asks for something, TypeError for an
+    unknown keyword.
+    """
+    rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED_KEYWORDS
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
 
@@ -265,7 +295,7 @@ _ROW_LENGTH: Final = (
     "attention reads the tokens that a row has, however long ctx_len is; leave it out"
 )
 
-# Arguments of QEfficient's `compile`.
+# Refused arguments of QEfficient's `compile`.
 COMPILE: Final[Mapping[str, Refusal]] = {
     **refusals(
         "mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False
@@ -291,8 +321,8 @@ COMPILE: Final[Mapping[str, Refusal]] = {
     **refusals("aic_enable_depth_first allow_mxint8_mdp_io enable_qnn", _AI100, False),
     **refusals("mos aic_hw_version mdp_ts_num_devices qnn_config", _AI100),
 }
-# These choose how QEfficient exports, and the size of the pieces in which prompts are read. The runtime chooses that
-# itself, and no token depends on it.
+# These only affect how QEfficient exports, and the size of the pieces in which it reads prompts.
+# The runtime chooses that size itself, and no token depends on it, so any value is accepted.
 COMPILE_IGNORED: Final = frozenset(
     {
         "prefill_seq_len",
@@ -300,10 +330,13 @@ COMPILE_IGNORED: Final = frozenset(
         "enable_chunking",
         "moe_prefill_packed_chunk_size",
         "layerwise",
+        "layerwise_window_size",
+        "use_onnx_subfunctions",
+        "offload_pt_weights",
+        "dynamo",
     }
-    | {"layerwise_window_size", "use_onnx_subfunctions", "offload_pt_weights", "dynamo"}
 )
-# Keys of QEfficient's `qaic_config`.
+# Refused keys of QEfficient's `qaic_config`.
 QAIC_CONFIG: Final[Mapping[str, Refusal]] = {
     **refusals(
         "speculative_model_type",
@@ -314,7 +347,7 @@ QAIC_CONFIG: Final[Mapping[str, Refusal]] = {
         "num_kv_blocks mla_absorption", "it chooses how attention is computed there; leave it out"
     ),
 }
-# Keys of QEfficient's `sampling_params`.
+# Refused keys of QEfficient's `sampling_params`.
 SAMPLING_PARAMS: Final[Mapping[str, Refusal]] = {
     **refusals(
         "random_numbers",
@@ -338,8 +371,8 @@ _LAYERS: Final = (
 )
 
 
-# Attributes of transformers' models.
-ABSENT: Final[Mapping[str, Refusal]] = {
+# Attributes of transformers' models that qsample's models lack.
+ABSENT_ATTRIBUTES: Final[Mapping[str, Refusal]] = {
     **refusals(
         "add_adapter set_adapter enable_adapters disable_adapters delete_adapter", _ADAPTERS
     ),

@@ -15,8 +15,8 @@ from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError, shown, unknown
 from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import TokenIds
-from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED, without_refused
-from qsample.request.sampling_params import OFF, SamplingParams, layered, settings_of
+from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED_SETTINGS, without_refused
+from qsample.request.sampling_params import OFF_VALUES, SamplingParams, layered, settings_of
 from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
 from qsample.text.chat import CHAT_OPTIONS, ChatOptions
 from qsample.text.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ _BATCH_KEYWORDS: Final = frozenset(
     {"streamer", "prefill_chunk_size", "flush_every", "double_buffering"}
 )
 _SPECIAL_TOKENS: Final = ("pad_token_id", "bos_token_id")
-_SAMPLING_KEYWORDS: Final = frozenset({"do_sample", *OFF})
+_SAMPLING_KEYWORDS: Final = frozenset({"do_sample", *OFF_VALUES})
 # Fields of a generation_config that are refused in the caller's only: the model's own file may
 # have them, too.
 _CONFIG_OUTPUTS: Final = (
@@ -255,7 +255,7 @@ def _sampling_params(
 ) -> SamplingParams | Sequence[SamplingParams]:
     """`params`, or the parameters of the settings with the keywords on top. Raises ValueError."""
     keywords = {name: value for name, value in keywords.items() if name not in BOOKKEEPING}
-    for name in keywords.keys() - _SAMPLING_KEYWORDS - UNSUPPORTED.keys():
+    for name in keywords.keys() - _SAMPLING_KEYWORDS - UNSUPPORTED_SETTINGS.keys():
         if name in _BATCH_KEYWORDS:
             raise ValueError(f"{name} is an argument of generate, for a batch; leave it out here")
         raise ValueError(unknown("generate has no argument", name, accepted_keywords()))

@@ -28,7 +28,7 @@ from qsample.errors import (
     RequestFailedError,
     shown,
 )
-from qsample.request.sampling_params import SEEDS, SamplingParams
+from qsample.request.sampling_params import NUM_SEEDS, SamplingParams
 from qsample.runtime.call import Call
 from qsample.runtime.callbacks import INSTEAD, Guide
 from qsample.runtime.causal_lm import CausalLM
@@ -335,7 +335,7 @@ class Engine:
             for index, (prompt, own) in enumerate(pairs):
                 arguments = {"params": params, **options}
                 if seed is not None:
-                    arguments["seed"] = (seed + index) % SEEDS
+                    arguments["seed"] = (seed + index) % NUM_SEEDS
                 arguments.update(own)
                 outputs.add(partial(self.add_request, prompt, **arguments))
                 if outputs.fails:

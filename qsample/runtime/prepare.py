@@ -24,7 +24,7 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
-from qsample.request.sampling_params import DRAWN_SEEDS, OFF, SEEDS, SamplingParams
+from qsample.request.sampling_params import NUM_DRAWN_SEEDS, NUM_SEEDS, OFF_VALUES, SamplingParams
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
@@ -227,16 +227,20 @@ def choose_seeds(
     if seed is not None or isinstance(params, SamplingParams):
         first = SamplingParams(seed=params.seed if seed is None else seed).seed  # type: ignore[union-attr]
         if first is not None:
-            return [(first + row) % SEEDS for row in range(rows)]
+            return [(first + row) % NUM_SEEDS for row in range(rows)]
         return [_fresh_seed() for _ in range(rows)]
     firsts = [_fresh_seed() if own.seed is None else own.seed for own in params]
-    return [(first + index) % SEEDS for first in firsts for index in range(count)]
+    return [(first + index) % NUM_SEEDS for first in firsts for index in range(count)]
 
 
 def _fresh_seed() -> int:
     """A random seed; from torch in a process that uses it, for scripts that call torch.manual_seed or set_seed."""
     torch: Any = sys.modules.get("torch")
-    return secrets.randbelow(DRAWN_SEEDS) if torch is None else int(torch.randint(DRAWN_SEEDS, ()))
+    return (
+        secrets.randbelow(NUM_DRAWN_SEEDS)
+        if torch is None
+        else int(torch.randint(NUM_DRAWN_SEEDS, ()))
+    )
 
 
 # Inputs that are not the value of a single field of SamplingParams.
@@ -319,7 +323,7 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
             raise ArgumentError(
                 f"{field} is {shown(getattr(params, field))}, and the package was exported with "
                 f"{'the filters ' + ', '.join(there) if there else 'no filters'}; export the model again with "
-                f"filters={[*there, name]} (--filter), or give {field}={OFF[field]} to go without",
+                f"filters={[*there, name]} (--filter), or give {field}={OFF_VALUES[field]} to go without",
                 field,
             )
     guesses, most = params.prompt_lookup_num_tokens, interface.features.num_speculative_tokens

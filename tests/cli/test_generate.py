@@ -14,7 +14,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qsample.request.sampling_params import FILTER_FIELDS, OFF
+from qsample.request.sampling_params import FILTER_FIELDS, OFF_VALUES
 from qsample.runtime import load
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import VOCAB, byte_tokenizer, fake_package
@@ -196,9 +196,9 @@ def test_generate_passes_every_sampling_option(
     given |= {"prompt_lookup_num_tokens": 6, "flush_every": 3}
     # The filters' numbers: all but a decay take a 1 or a 2.
     given |= {
-        name: 1.0 if isinstance(OFF[name], float) else 2
+        name: 1.0 if isinstance(OFF_VALUES[name], float) else 2
         for name in FILTER_FIELDS
-        if OFF[name] is not None
+        if OFF_VALUES[name] is not None
     }
     given["adaptive_decay"] = 0.5
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

@@ -70,9 +70,9 @@ def test_an_invalid_grammar_is_left_to_the_server(trial: Trial) -> None:
 def grammars(bundled_model: CausalLM) -> Any:
     """A grammar may take as long as a busy machine needs: none ends by itself."""
     made = Grammars(bundled_model)
-    for trial in [made._trials.get() for _ in range(made._trials.qsize())]:
+    for trial in [made._idle_trials.get() for _ in range(made._idle_trials.qsize())]:
         trial._seconds = 600
-        made._trials.put(trial)
+        made._idle_trials.put(trial)
     yield made
     made.close()
 
@@ -251,7 +251,7 @@ def test_a_grammar_is_compiled_once_and_elsewhere(
     grammars.close()
     assert len(threads) == 1 + 2 + 70
     assert threading.get_ident() not in threads
-    assert len(grammars._kept) == 64
+    assert len(grammars._compilations) == 64
 
 
 def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
@@ -260,14 +260,14 @@ def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
         asked = [
             asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", SLOW)))) for _ in range(2)
         ]
-        while not (tried := list(grammars._tried.values())) or tried[0]._process is None:
+        while not (tried := list(grammars._busy_trials.values())) or tried[0]._process is None:
             await asyncio.sleep(0.01)
         process = tried[0]._process
         asked[0].cancel()
         await asyncio.sleep(0.1)
-        assert len(grammars._tried) == 1, "the other waits"
+        assert len(grammars._busy_trials) == 1, "the other waits"
         asked[1].cancel()
-        while grammars._tried:
+        while grammars._busy_trials:
             await asyncio.sleep(0.01)
         assert not grammars._waiting
         assert process.wait(60) == -signal.SIGKILL, "by itself it runs out of memory"

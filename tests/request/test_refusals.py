@@ -15,10 +15,10 @@ from qsample.request.refusals import (
     COMPILE,
     FROM_PRETRAINED,
     GENERATE,
-    IGNORED,
+    IGNORED_KEYWORDS,
     QAIC_CONFIG,
     SAMPLING_PARAMS,
-    UNSUPPORTED,
+    UNSUPPORTED_SETTINGS,
     check_from_pretrained,
     without_refused,
 )
@@ -27,7 +27,7 @@ from qsample.runtime.call import accepted_keywords
 
 TABLES = (
     GENERATE,
-    UNSUPPORTED,
+    UNSUPPORTED_SETTINGS,
     FROM_PRETRAINED,
     APPLY_CHAT_TEMPLATE,
     COMPILE,
@@ -62,7 +62,7 @@ def test_every_keyword_of_transformers_generate_is_known_or_refused(model: Causa
     generation_config are known."""
     transformers = pytest.importorskip("transformers")
 
-    known = accepted_keywords() | UNSUPPORTED.keys() | GENERATE.keys()
+    known = accepted_keywords() | UNSUPPORTED_SETTINGS.keys() | GENERATE.keys()
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     assert fields - known == {"transformers_version"}
     arguments = set(inspect.signature(transformers.GenerationMixin.generate).parameters)
@@ -87,7 +87,7 @@ def test_every_keyword_of_transformers_from_pretrained_is_known_or_refused() -> 
     names |= set(re.findall(r'kwargs\.pop\("([a-z]\w*)"', inspect.getsource(load)))
     assert "device_map" in names
     own = set(inspect.signature(AutoModelForCausalLM.from_pretrained).parameters)
-    for name in names - own - FROM_PRETRAINED.keys() - IGNORED:
+    for name in names - own - FROM_PRETRAINED.keys() - IGNORED_KEYWORDS:
         with pytest.raises(TypeError, match=f"from_pretrained has no argument '{name}'"):
             AutoModelForCausalLM.from_pretrained("model", **{name: 5})
 

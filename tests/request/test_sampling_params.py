@@ -14,7 +14,7 @@ import pytest
 
 from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.errors import ArgumentError
-from qsample.request.refusals import UNSUPPORTED
+from qsample.request.refusals import UNSUPPORTED_SETTINGS
 from qsample.request.sampling_params import DEFAULT_NEW_TOKENS, SamplingParams, layered
 
 
@@ -299,7 +299,7 @@ def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], messa
         from_config(config, **overrides)
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
+@pytest.mark.parametrize("field", UNSUPPORTED_SETTINGS)
 def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str) -> None:
     config = {"do_sample": True, field: 4}
     with pytest.raises(
@@ -392,7 +392,7 @@ def test_every_field_of_transformers_is_known_or_harmless() -> None:
         "bos_token_id", "decoder_start_token_id", "compile_config", "disable_compile", "continuous_batching_config",
         "transformers_version", "do_sample", "low_memory", "return_legacy_cache",
     }  # fmt: skip
-    known = {*UNSUPPORTED, *SamplingParams.__slots__}
+    known = {*UNSUPPORTED_SETTINGS, *SamplingParams.__slots__}
     fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
     assert (
         fields

@@ -20,7 +20,7 @@ from qsample.checks import check_fields, checked, integer, is_integer, number, r
 from qsample.errors import EngineClosedError
 from qsample.images.messages import with_images
 from qsample.ort.options import NO_SPINNING
-from qsample.request.sampling_params import DRAWN_SEEDS
+from qsample.request.sampling_params import NUM_DRAWN_SEEDS
 from qsample.runtime import Engine, RequestOutput, load
 from qsample.runtime.call import is_chat
 
@@ -336,7 +336,7 @@ def seed_of(row: Row, id_column: str) -> int:
             "or name another id_column"
         )
     text = json.dumps(_plain(given), sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % DRAWN_SEEDS
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % NUM_DRAWN_SEEDS
 
 
 def _number(value: Any) -> Any:

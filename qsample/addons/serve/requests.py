@@ -31,12 +31,12 @@ from qsample.addons.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refus
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.request.grammar import Form
 from qsample.request.sampling_params import (
-    DRAWN_SEEDS,
     FILTER_FIELDS,
     HELP,
-    OFF,
-    SEEDS,
-    SMALLEST_TOP_P,
+    MIN_TOP_P,
+    NUM_DRAWN_SEEDS,
+    NUM_SEEDS,
+    OFF_VALUES,
 )
 
 MAX_CHOICES: Final = 128  # OpenAI's limit of n.
@@ -69,7 +69,7 @@ _FIELDS_WITH_THE_SAME_NAME: Final = (
     *FILTER_FIELDS,
 )
 # Clients also write -1 for a filter that is off, and a top_p of 0 for the likeliest token only.
-_SMALLEST_VALUES: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": SMALLEST_TOP_P}
+_SMALLEST_VALUES: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": MIN_TOP_P}
 IGNORED: Final = "Ignored."
 _FORMER_NAME_DESCRIPTION: Final = (
     "The same as a field of structured_outputs, under vLLM's former name."
@@ -198,7 +198,7 @@ else:
         __base__=Body,
         **{
             name: (
-                (_Items if OFF[name] is None else Number) | None,
+                (_Items if OFF_VALUES[name] is None else Number) | None,
                 Field(None, description=HELP[name]),
             )
             for name in FILTER_FIELDS
@@ -438,8 +438,8 @@ class GenerationRequest(FilterFields):
     def seeds(self) -> list[int]:
         """A seed for each answer to a prompt: `seed` and its successors. A negative seed is counted
         from the end of the range."""
-        first = secrets.randbelow(DRAWN_SEEDS) if self.seed is None else self.seed
-        return [(first + index) % SEEDS for index in range(self.num_choices)]
+        first = secrets.randbelow(NUM_DRAWN_SEEDS) if self.seed is None else self.seed
+        return [(first + index) % NUM_SEEDS for index in range(self.num_choices)]
 
     @cached_property
     def form(self) -> Form | None:
