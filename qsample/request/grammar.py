@@ -77,7 +77,7 @@ def grammar_of(form: Form) -> str:
         return _translated(LLMatcher.grammar_from_regex, value)
     if kind == "grammar":
         if "::=" in value:
-            return _GBNF_PREFIX + value
+            return f"{_GBNF_PREFIX}{value}"
         return _translated(LLMatcher.grammar_from_lark, value)
     if kind == "choice":
         if "" in value:

@@ -30,7 +30,7 @@ from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_arra
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.sequence import Delivery, Sequence, SequenceImages, SequenceRequest
-from qsample.text.generated_text import PROMPT_CONTEXT, GeneratedText, check_stop_strings
+from qsample.text.generated_text import PROMPT_CONTEXT_TOKENS, GeneratedText, check_stop_strings
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
 
 
@@ -100,7 +100,7 @@ def make_sequences(
             )  # the function has to see each token before the next
         text = None
         if tokenizer is not None:
-            text = GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT:].tolist(), stops)
+            text = GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist(), stops)
         request = SequenceRequest(
             prompt=prompt.ids,
             parameters=parameters,

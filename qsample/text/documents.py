@@ -14,20 +14,27 @@ from qsample.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
-    """The token ids, [n] int64 in [0, V), of each document (a text or token ids), for all `packages`. Raises ValueError
-    if nothing is left to read, QsampleError if the packages would read different tokens in a text."""
+    """The token ids of each document, [n] int64 in [0, V).
+
+    Args:
+        text: a document, or a list of documents; each is a text or token ids.
+        packages: the packages that read the documents.
+
+    Raises ValueError if there is nothing to read, QsampleError if the packages would read different
+    tokens in a text.
+    """
     documents = [text] if isinstance(text, str) or _is_ids(text) else text
     if not isinstance(documents, Sequence) or not all(
-        isinstance(one, str) or _is_ids(one) for one in documents
+        isinstance(document, str) or _is_ids(document) for document in documents
     ):
         raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
-    if not any(len(one) for one in documents):
+    if not any(len(document) for document in documents):
         raise ValueError("text is empty; give a document of at least 2 tokens")
-    tokenizer = (
-        _shared_tokenizer(packages) if any(isinstance(one, str) for one in documents) else None
-    )
+    tokenizer = None
+    if any(isinstance(document, str) for document in documents):
+        tokenizer = _shared_tokenizer(packages)
     vocab_size = packages[0].interface.vocab_size
-    return [_token_ids(one, tokenizer, vocab_size) for one in documents]
+    return [_token_ids(document, tokenizer, vocab_size) for document in documents]
 
 
 def _is_ids(value: Any) -> bool:
@@ -35,8 +42,8 @@ def _is_ids(value: Any) -> bool:
         return value.ndim == 1
     return (
         isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(one, int | np.integer) for one in value)
+        and len(value) > 0
+        and all(isinstance(item, int | np.integer) for item in value)
     )
 
 
@@ -53,7 +60,8 @@ def _token_ids(document: Any, tokenizer: Tokenizer | None, vocab_size: int) -> A
 
 
 def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
-    """The tokenizer of all packages. Raises QsampleError if a package lacks it, or has another."""
+    """The tokenizer that all packages share. Raises QsampleError if a package has none, or has
+    another tokenizer."""
     tokenizers = []
     for package in packages:
         tokenizer = Tokenizer.of(package)
@@ -63,8 +71,9 @@ def _shared_tokenizer(packages: Sequence[Package]) -> Tokenizer:
                 "token ids, in Python"
             )
         tokenizers.append(tokenizer)
-        files = (one.manifest.files[TOKENIZER_FILE].sha256 for one in (packages[0], package))
-        if len(set(files)) > 1 and tokenizer.get_vocab() != tokenizers[0].get_vocab():
+        first_file = packages[0].manifest.files[TOKENIZER_FILE]
+        file = package.manifest.files[TOKENIZER_FILE]
+        if file.sha256 != first_file.sha256 and tokenizer.get_vocab() != tokenizers[0].get_vocab():
             raise QsampleError(
                 f"{package.path} has another tokenizer than {packages[0].path}: the same tokens mean other texts to "
                 "them; give packages of one model, or of models that share a tokenizer"

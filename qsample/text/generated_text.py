@@ -1,7 +1,9 @@
-"""The text of tokens as they come: whole characters at a time, cut off before a stop string, written to a file.
+"""The text of tokens as they come: whole characters at a time, cut off before a stop string,
+written to a file.
 
-`tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with U+FFFD, it repeats the
-prompt, and it has no call for the end, at which an incomplete character is left out.
+`tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with
+U+FFFD, it repeats the prompt. It also has no call for the end of a text, which leaves out an
+incomplete character.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import numpy as np
 from qsample.errors import shown
 from qsample.text.tokenizer import Tokenizer, check_text
 
-_MOST_CHARACTERS: Final = (
-    65_536  # of all stop strings of a row; each takes a few hundred bytes of memory, once
-)
+# The most characters of all stop strings of a row. Each character takes a few hundred bytes of
+# memory, once.
+_MAX_STOP_CHARACTERS: Final = 65_536
 
 
 def check_stop_strings(value: Any) -> tuple[str, ...]:
-    """A string, or several, as a tuple; () for None. Raises ValueError, also for an empty string."""
+    """A string, or several, as a tuple; () for None. Raises ValueError, also for an empty
+    string."""
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
@@ -34,10 +37,10 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
             f"stop_strings is {shown(value)}; give a string that is not empty, or a list of them"
         )
     characters = sum(map(len, strings))
-    if characters > _MOST_CHARACTERS:
+    if characters > _MAX_STOP_CHARACTERS:
         raise ValueError(
-            f"stop_strings has {characters} characters in {len(strings)} strings; give at most {_MOST_CHARACTERS} in "
-            "all"
+            f"stop_strings has {characters} characters in {len(strings)} strings; give at most "
+            f"{_MAX_STOP_CHARACTERS} in all"
         )
     for item in strings:
         check_text("a stop string", item)
@@ -45,15 +48,26 @@ def check_stop_strings(value: Any) -> tuple[str, ...]:
 
 
 class _Automaton:
-    """Aho and Corasick's (https://doi.org/10.1145/360825.360855); it does not change once it is made. A state is the
-    longest end of the text that begins a stop string: the first `size` characters of `spelled`, held back. State 0 is
-    an empty text. complete: the longest stop string that the text then ends with."""
+    """The automaton of Aho and Corasick (https://doi.org/10.1145/360825.360855) for stop strings.
+    It does not change once it is made.
+
+    A state is the longest end of the text that is the beginning of a stop string; this end is held
+    back. State 0 is an empty end.
+
+    Attributes:
+        next: the next state of each state, by the next character.
+        spelled: for each state, a stop string that begins with the held end.
+        size: for each state, the number of characters of the held end.
+        complete: for each state, the longest stop string with which the text ends; None for none.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
-        self.spelled, self.size = [""], [0]
+        self.spelled = [""]
+        self.size = [0]
         self.complete: list[str | None] = [None]
-        self._shorter = [0]  # the next longest such end
+        # For each state, the state of the next shorter end that begins a stop string.
+        self._shorter = [0]
         for string in strings:
             self._add(string)
         self._link()
@@ -72,7 +86,7 @@ class _Automaton:
         self.complete[state] = string
 
     def _link(self) -> None:
-        """Fill in `_shorter`, short states first, because each follows from its predecessor's."""
+        """Fill in `_shorter`, for short states first: each follows from the predecessor's."""
         queue = deque(self.next[0].values())
         while queue:
             state = queue.popleft()
@@ -82,28 +96,34 @@ class _Automaton:
                 queue.append(longer)
 
     def follow(self, state: int, character: str) -> int:
+        """The state after a character."""
         while state and character not in self.next[state]:
             state = self._shorter[state]
         return self.next[state].get(character, 0)
 
 
-# Of the current rows: all answers to a request have the same stop strings.
+# The automata of the current rows. All answers to a request share one, as they have the same stop
+# strings.
 _AUTOMATA: Final[WeakValueDictionary[tuple[str, ...], _Automaton]] = WeakValueDictionary()
 
 
 def _automaton(strings: tuple[str, ...]) -> _Automaton:
-    found = _AUTOMATA.get(strings)
-    if found is None:
-        found = _AUTOMATA[strings] = _Automaton(strings)
-    return found
+    automaton = _AUTOMATA.get(strings)
+    if automaton is None:
+        automaton = _Automaton(strings)
+        _AUTOMATA[strings] = automaton
+    return automaton
 
 
 class StopStrings:
-    r"""Finds the stop string that is complete first, however the text is cut into pieces: `match`, None before that.
+    r"""Finds the stop string that is complete first, however the text is cut into pieces.
 
-    Of several that are complete with the same character, the longest counts. Text that may begin a stop string is held
-    back until it is known not to. The work for a character depends neither on the number of stop strings nor on the
-    length of the text that is held back.
+    If several stop strings are complete with the same character, the longest counts. Text that may
+    be the beginning of a stop string is held back until it is certain. The work for a character
+    depends neither on the number of stop strings nor on the length of the text that is held back.
+
+    Attributes:
+        match: the stop string that was found; None before that.
 
     >>> stops = StopStrings(["\n\n"])
     >>> stops.put("one\n"), stops.put("\ntwo"), stops.match
@@ -124,121 +144,136 @@ class StopStrings:
             return piece
         certain: list[str] = []
         for character in piece:
-            before, self._state = self._state, automaton.follow(self._state, character)
-            count = automaton.size[before] + 1 - automaton.size[self._state]
-            certain.append(automaton.spelled[before][: min(count, automaton.size[before])])
-            if count > automaton.size[before]:
+            before = self._state
+            after = automaton.follow(before, character)
+            self._state = after
+            held_before = automaton.size[before]
+            released = held_before + 1 - automaton.size[after]
+            certain.append(automaton.spelled[before][: min(released, held_before)])
+            if released > held_before:
                 certain.append(character)
-            self.match = automaton.complete[self._state]
+            self.match = automaton.complete[after]
             if self.match is not None:
-                certain.append(
-                    automaton.spelled[self._state][: automaton.size[self._state] - len(self.match)]
-                )
+                certain.append(automaton.spelled[after][: automaton.size[after] - len(self.match)])
                 self._state = 0
                 break
         return "".join(certain)
 
     def end(self) -> str:
         """The text that was held back, as no more text comes."""
-        held, self._state = (
-            self._automaton.spelled[self._state][: self._automaton.size[self._state]],
-            0,
-        )
+        automaton = self._automaton
+        held = automaton.spelled[self._state][: automaton.size[self._state]]
+        self._state = 0
         return held
 
 
-_REPLACEMENT: Final = "\ufffd"  # an incomplete multi-byte character decodes to it
-_INCOMPLETE: Final = (
-    3  # most bytes of an incomplete character, each a separate U+FFFD with byte fallback
-)
-PROMPT_CONTEXT: Final = (
-    8  # prompt tokens that decide how the first new token is spelled, with or without a space
-)
-_MOST_TOKENS: Final = (
-    32  # decoded for a new token: beyond that, all but the last half are forgotten
-)
+_REPLACEMENT_CHARACTER: Final = "\ufffd"  # An incomplete multi-byte character decodes to it.
+# An incomplete character has at most this number of bytes. With byte fallback, each byte decodes to
+# a separate U+FFFD.
+_MAX_INCOMPLETE_BYTES: Final = 3
+# The last tokens of a prompt, this number, decide how the first new token is spelled: with or
+# without a space.
+PROMPT_CONTEXT_TOKENS: Final = 8
+# A new token is decoded with at most this number of tokens. Beyond that, the older half is dropped.
+_MAX_DECODED_TOKENS: Final = 32
 
 
 class IncrementalDecoder:
-    """Turns tokens into text as they come; the pieces joined are the whole text. Text is held back while it may be an
-    incomplete multi-byte character, of three bytes at most, so the work for any token is bounded. With byte fallback, a
-    later byte token can make a whole run of them invalid; text that was already returned stays as it was."""
+    """Turns tokens into text as they come; the pieces joined are the whole text.
+
+    Text is held back while it may be an incomplete multi-byte character. Such a character has at
+    most three bytes, so the work for any token is bounded. With byte fallback, a later byte token
+    can make a whole run of byte tokens invalid; text that was already returned does not change.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
-        """prompt: the tokens before the first new token; they are not repeated in the text."""
+        """prompt: the tokens before the first new token; they are not repeated in the text.
+        skip_special_tokens: whether special tokens have no text."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._ids = [int(token) for token in prompt[-PROMPT_CONTEXT:]]
-        # The part of the text of `_ids` that was returned, or is of the prompt; None until the first token comes.
-        self._given: str | None = None
-        self._context = len(self._ids)  # its length when nothing was held back
-        self._changes = 0  # tokens since the returned text decodes to another text
+        self._ids = [int(token) for token in prompt[-PROMPT_CONTEXT_TOKENS:]]
+        # The part of the text of `_ids` that was returned, or belongs to the prompt; None until the
+        # first token comes.
+        self._returned: str | None = None
+        # The number of `_ids` when nothing was held back.
+        self._context_size = len(self._ids)
+        # The number of tokens since the returned text decodes to another text.
+        self._changed_tokens = 0
 
     def put(self, token: int) -> str:
         """The text that `token` makes certain; "" if it completes no character."""
         if self._tokenizer.is_skipped(token, skip_special_tokens=self._skip_special_tokens):
             return ""
-        given = self._decode(self._ids) if self._given is None else self._given
+        returned = self._decode(self._ids) if self._returned is None else self._returned
         self._ids.append(int(token))
         text = self._decode(self._ids)
-        held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _INCOMPLETE)
-        # Byte fallback: the first bytes of a character make those before it invalid, too, until it is complete.
-        self._changes = 0 if text.startswith(given) else self._changes + 1
-        self._given = given
-        if held and 0 < self._changes <= _INCOMPLETE:
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT_CHARACTER))
+        held = min(trailing, _MAX_INCOMPLETE_BYTES)
+        # With byte fallback, the first bytes of a character also make the bytes before it invalid,
+        # until the character is complete.
+        self._changed_tokens = 0 if text.startswith(returned) else self._changed_tokens + 1
+        self._returned = returned
+        if held and 0 < self._changed_tokens <= _MAX_INCOMPLETE_BYTES:
             return ""
-        start, end = _known(given, text), len(text) - held
+        start = _returned_length(returned, text)
+        end = len(text) - held
         if end > start:
-            self._given = text[:end]
+            self._returned = text[:end]
             if not held:
-                # The last tokens stay as context: the spelling of a token can depend on the token before.
-                self._ids = self._ids[self._context :]
-                self._given, self._context = self._decode(self._ids), len(self._ids)
-        if len(self._ids) > _MOST_TOKENS:
-            self._forget(len(text) - max(start, end))
+                # The last tokens stay as context, because the spelling of a token can depend on the
+                # token before.
+                self._ids = self._ids[self._context_size :]
+                self._returned = self._decode(self._ids)
+                self._context_size = len(self._ids)
+        if len(self._ids) > _MAX_DECODED_TOKENS:
+            self._drop_older_tokens(len(text) - max(start, end))
         return text[start:end]
 
     def end(self) -> str:
-        """The text that was held back, except a character whose last bytes are missing. U+FFFD remains where the tokens
-        spell it, or bytes that are no text."""
-        if self._given is None:
+        """The text that was held back, except a character whose last bytes are missing. U+FFFD
+        remains if the tokens spell it, or spell bytes that are no text."""
+        if self._returned is None:
             return ""
         text = self._without_incomplete(self._decode(self._ids))
-        piece, self._given = text[_known(self._given, text) :], text
+        piece = text[_returned_length(self._returned, text) :]
+        self._returned = text
         return piece
 
     def _without_incomplete(self, text: str) -> str:
-        """`text`, of `_ids`, without an incomplete character at its end: one that further bytes complete."""
-        if text.endswith(_REPLACEMENT):
+        """`text`, the text of `_ids`, without an incomplete character at its end, which further
+        bytes could complete."""
+        if text.endswith(_REPLACEMENT_CHARACTER):
             for rest in self._tokenizer.completions:
                 completed = self._decode([*self._ids, *rest])
-                if not completed.endswith(_REPLACEMENT):
+                if not completed.endswith(_REPLACEMENT_CHARACTER):
                     return completed[:-1]
         return text
 
-    def _forget(self, held: int) -> None:
-        """Drop the older tokens. held: characters at the end that were not returned."""
-        dropped = len(self._ids) - _MOST_TOKENS // 2
-        self._ids, self._context = self._ids[dropped:], max(0, self._context - dropped)
+    def _drop_older_tokens(self, held: int) -> None:
+        """Forget all but the last tokens. held: the number of characters at the end that were not
+        returned."""
+        dropped = len(self._ids) - _MAX_DECODED_TOKENS // 2
+        self._ids = self._ids[dropped:]
+        self._context_size = max(0, self._context_size - dropped)
         text = self._decode(self._ids)
-        self._given = text[: max(0, len(text) - held)]
+        self._returned = text[: max(0, len(text) - held)]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _known(given: str, text: str) -> int:
-    """The number of characters of `text` that are in `given`, the text before a token."""
-    if text.startswith(given):
-        return len(given)
-    whole = given.rstrip(_REPLACEMENT)
+def _returned_length(returned: str, text: str) -> int:
+    """The number of characters of `text` that are in `returned`, the text before a token."""
+    if text.startswith(returned):
+        return len(returned)
+    whole = returned.rstrip(_REPLACEMENT_CHARACTER)
     if not text.startswith(whole):
         return len(whole)
-    # A new token completes a character that the prompt ended inside.
-    rest = text[len(whole) :].lstrip(_REPLACEMENT)
-    return min(len(given), len(text) - len(rest))
+    # A new token completes a character inside which the prompt ended.
+    rest = text[len(whole) :].lstrip(_REPLACEMENT_CHARACTER)
+    return min(len(returned), len(text) - len(rest))
 
 
 class GeneratedText:
@@ -247,7 +282,7 @@ class GeneratedText:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
     ) -> None:
-        """prompt: as for `IncrementalDecoder`."""
+        """prompt: the tokens before the first new token; see `IncrementalDecoder`."""
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._stops = StopStrings(stop_strings)
         self._pieces: list[str] = []
@@ -264,29 +299,32 @@ class GeneratedText:
 
     def put(self, token: int) -> str:
         """The text that `token` makes certain."""
-        self._pieces.append(self._stops.put(self._decoder.put(token)))
-        return self._pieces[-1]
+        piece = self._stops.put(self._decoder.put(token))
+        self._pieces.append(piece)
+        return piece
 
     def end(self) -> str:
         """The text that was held back, as no more tokens come."""
-        self._pieces.append(self._stops.put(self._decoder.end()) + self._stops.end())
-        return self._pieces[-1]
+        piece = self._stops.put(self._decoder.end()) + self._stops.end()
+        self._pieces.append(piece)
+        return piece
 
 
 class Streamer(Protocol):
-    """Hugging Face's streamer protocol, so that its streamers work, too. Values are NumPy arrays, not tensors."""
+    """Hugging Face's protocol of streamers, so that its streamers work, too. Values are NumPy
+    arrays, not tensors."""
 
     def put(self, value: Any) -> None:
-        """First the prompt, [1, n] int64; then every sampled token, [1] int64."""
+        """Take the prompt first, [1, n] int64; then every sampled token, [1] int64."""
         ...
 
     def end(self) -> None:
-        """No token comes any more."""
+        """Take notice that no more tokens come."""
         ...
 
 
 def check_streamer(streamer: object, rows: int) -> None:
-    """Raise ValueError if `streamer` lacks the protocol's methods, or there are several rows."""
+    """Raise ValueError if `streamer` lacks the protocol's methods, or if there are several rows."""
     if rows != 1:
         raise ValueError(
             f"a streamer follows a single prompt, and {rows} were given; generate each on its own"
@@ -296,7 +334,7 @@ def check_streamer(streamer: object, rows: int) -> None:
 
 
 class TextStreamer:
-    """Writes text to a file object as soon as it is certain; characters of several tokens come whole.
+    """Writes text to a file object as soon as it is certain, whole characters at a time.
 
     >>> model.generate("In the beginning", streamer=TextStreamer(model.tokenizer))
     """
@@ -310,10 +348,17 @@ class TextStreamer:
         skip_special_tokens: bool = True,
         stop_strings: str | Sequence[str] | None = None,
     ) -> None:
-        """Write to `file`, by default standard output.
-        skip_prompt: write the sampled tokens only. skip_special_tokens: leave special tokens out. stop_strings: write
-        the sampled tokens up to the first of them, as `generate` cuts its texts. Raises ValueError without a
-        tokenizer."""
+        """Make a streamer.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            file: the file object to write to; by default standard output.
+            skip_prompt: whether only the sampled tokens are written.
+            skip_special_tokens: whether special tokens are left out.
+            stop_strings: the texts before which the text ends, as `generate` cuts its texts.
+
+        Raises ValueError without a tokenizer.
+        """
         if tokenizer is None:
             raise ValueError(
                 "a TextStreamer needs a tokenizer, and the package has none; stream token ids instead"
@@ -327,7 +372,8 @@ class TextStreamer:
         self._decoder: IncrementalDecoder | None = None
 
     def put(self, value: Any) -> None:
-        """Write the text that is certain. value: the prompt's token ids first, [1, n] or [n]; then those sampled."""
+        """Write the text that is certain. value: first the prompt's token ids, [1, n] or [n]; then
+        the sampled token ids."""
         tokens = [int(token) for token in np.asarray(value).reshape(-1)]
         if self._decoder is not None:
             self._write("".join(self._stops.put(self._decoder.put(token)) for token in tokens))
@@ -342,12 +388,11 @@ class TextStreamer:
 
     def end(self) -> None:
         """Write the text that was held back, and a newline; the streamer can then be used again."""
-        rest = (
-            self._stops.put(self._decoder.end()) + self._stops.end()
-            if self._decoder is not None
-            else ""
-        )
-        self._decoder, self._stops = None, StopStrings(self._stop_strings)
+        rest = ""
+        if self._decoder is not None:
+            rest = self._stops.put(self._decoder.end()) + self._stops.end()
+        self._decoder = None
+        self._stops = StopStrings(self._stop_strings)
         self._write(rest + "\n")
 
     def _write(self, text: str) -> None:

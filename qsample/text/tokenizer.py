@@ -18,14 +18,20 @@ from qsample.request.refusals import APPLY_CHAT_TEMPLATE, without_refused
 from qsample.text.chat import ChatOptions, ChatTemplates
 
 TOKENIZER_FILE: Final = "tokenizer.json"
-# Characters, or tokens, that take long. Python's lock is held for a single text and not for a batch; a batch makes
-# the library print a warning in forks. The fast kind computes no offsets: a third of the time, less memory.
+# A text of more characters, or of more tokens, takes long. So it is encoded and decoded as a batch
+# of one text, during which the library does not hold Python's lock. Shorter texts are not, because
+# a batch makes the library print a warning in forks. `encode_batch_fast` computes no offsets: it
+# takes a third of the time, and less memory.
 LONG_TEXT: Final = 20_000
-# Spellings of bytes that continue a character: with byte fallback, and byte-level (GPT-2's). In UTF-8, one of the two
-# follows the first byte of any character, and the first of them follows every later byte.
-_CONTINUING: Final = (("<0x80>", "Ģ"), ("<0xB0>", "°"))
-_COMPOSED: Final = 4  # characters that composing may make a single one of
-_KEEPING: Final = {
+# The spellings of two bytes that continue a character: with byte fallback, and in byte-level
+# vocabularies such as GPT-2's. In UTF-8, one of the two can follow the first byte of any character,
+# and the first can follow every later byte.
+_CONTINUATION_BYTES: Final = (("<0x80>", "Ģ"), ("<0xB0>", "°"))
+# Composing (NFC, NFKC) makes a character of at most this number of characters: no character's
+# canonical decomposition has more (https://unicode.org/reports/tr15/#Design_Goals).
+_MAX_COMPOSED_CHARACTERS: Final = 4
+# The normalizers and pre-tokenizers that remove no character.
+_LOSSLESS_STEPS: Final = {
     "NFC",
     "NFD",
     "NFKC",
@@ -47,7 +53,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: _Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         self._tokenizer = tokenizer
-        # A prompt is read as it is, without the settings that training code left in the file.
+        # Training code may have left truncation and padding in the file. Prompts are read whole.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._special = {
@@ -57,7 +63,8 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer, or None. Raises PackageError if it is damaged, or has more tokens than the model."""
+        """The package's tokenizer, or None. Raises PackageError if it is damaged, or has more
+        tokens than the model."""
         if not package.has(TOKENIZER_FILE):
             return None
         path = package.file(TOKENIZER_FILE)
@@ -75,7 +82,16 @@ class Tokenizer:
         return cls(tokenizer, ChatTemplates.of(package))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the beginning-of-text token and the like if the tokenizer adds them."""
+        """Token ids of `text`.
+
+        Args:
+            text: the text to encode.
+            add_special_tokens: whether the tokenizer adds its special tokens, such as the
+                beginning-of-text token.
+
+        Raises ValueError for a text that is not valid Unicode, PackageError for a damaged
+        tokenizer.
+        """
         check_text("a text", text)
         try:
             if len(text) > LONG_TEXT:
@@ -90,6 +106,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, by default without special tokens. Raises PackageError for a
+        damaged tokenizer."""
         tokens = [int(token) for token in ids]
         try:
             if len(tokens) > LONG_TEXT:
@@ -115,31 +133,39 @@ class Tokenizer:
 
     @cached_property
     def completions(self) -> tuple[list[int], ...]:
-        """Sequences of tokens, one of which completes any incomplete character at the end of a text; () if the
-        vocabulary has no tokens of bytes."""
-        low, high = map(self._byte_token, _CONTINUING)
+        """Sequences of tokens. For any incomplete character at the end of a text, one of them
+        completes it. () if the vocabulary has no tokens of bytes."""
+        low_spellings, high_spellings = _CONTINUATION_BYTES
+        low = self._byte_token(low_spellings)
+        high = self._byte_token(high_spellings)
         if low is None or high is None:
             return ()
         return ([low], [low, low], [low, low, low], [high], [high, low], [high, low, low])
 
     def _byte_token(self, spellings: Sequence[str]) -> int | None:
-        """The token of a byte, which alone is no text; None if none of the spellings is such a token."""
-        ids = (self._tokenizer.token_to_id(spelling) for spelling in spellings)
-        return next(
-            (token for token in ids if token is not None and self.decode([token]) == "\ufffd"), None
-        )
+        """The token of a byte, which decodes to U+FFFD; None if none of the spellings is such a
+        token."""
+        for spelling in spellings:
+            token: int | None = self._tokenizer.token_to_id(spelling)
+            if token is not None and self.decode([token]) == "\ufffd":
+                return token
+        return None
 
     def is_skipped(self, token: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` leaves `token` out wherever it stands: a special token, or an id without a token."""
-        return (skip_special_tokens and token in self._special) or self._tokenizer.id_to_token(
-            int(token)
-        ) is None
+        """Whether `decode` leaves `token` out in every text: a special token, or an id without a
+        token."""
+        if skip_special_tokens and token in self._special:
+            return True
+        return self._tokenizer.id_to_token(int(token)) is None
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The chat template, several by name, or None. As in transformers, another template may be set."""
+        """The chat template, several templates by name, or None. As in transformers, another
+        template may be set."""
         templates = dict(self._chat_templates.templates)
-        return templates.get("default") if templates.keys() <= {"default"} else templates
+        if templates.keys() <= {"default"}:
+            return templates.get("default")
+        return templates
 
     @chat_template.setter
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
@@ -150,44 +176,47 @@ class Tokenizer:
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None
     ) -> str:
-        """The text of the template of `encode_chat` with these options. Raises ValueError without a template."""
+        """The text of the template that `encode_chat` uses with these options. Raises ValueError
+        without a template."""
         return self._chat_templates.source(chat_template, tools=tools is not None)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
     ) -> list[int]:
-        """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise. Raises ValueError
-        without a chat template, and if the messages do not fit it."""
-        # The template spells the special tokens out.
+        """Token ids of a conversation, up to the assistant's answer unless `options` say otherwise.
+        Raises ValueError without a chat template, and if the messages do not fit it."""
+        # The template itself writes the special tokens.
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
     ) -> str:
-        """The text of a conversation; raises as `encode_chat` does."""
+        """The text of a conversation. Raises ValueError, as `encode_chat` does."""
         return self._chat_templates.render(messages, options)
 
     def characters_per_token(self) -> int | None:
-        """The most characters of a text that a token of it takes the place of; None if there is no such bound. It
-        exists if every character of a text ends up in a token. That is certain of a byte-level or byte-fallback BPE
-        whose normalizer and pre-tokenizer remove nothing. Composing (NFC, NFKC) makes a character of at most four: no
-        character's canonical decomposition has more (https://unicode.org/reports/tr15/#Design_Goals)."""
+        """The most characters of a text that a single token can stand for; None if there is no such
+        bound. A bound exists if every character of a text ends up in a token. That is certain of a
+        byte-level or byte-fallback BPE whose normalizer and pre-tokenizer remove nothing."""
         description = json.loads(self._tokenizer.to_str())
-        model, added = description["model"], description["added_tokens"]
+        model = description["model"]
+        added_tokens = description["added_tokens"]
         vocabulary = model.get("vocab") or {}
-        steps = [*_steps(description.get("normalizer")), *_steps(description.get("pre_tokenizer"))]
-        kinds = [step["type"] for step in steps]
-        has_bytes = (
-            "ByteLevel" in kinds and all(piece in vocabulary for piece in ByteLevel.alphabet())
-        ) or (
-            model.get("byte_fallback")
-            and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-        )
-        strips = any(token["lstrip"] or token["rstrip"] for token in added)  # any number of blanks
-        if model["type"] != "BPE" or not has_bytes or strips or not all(map(_keeps_all, steps)):
+        steps = _steps(description.get("normalizer")) + _steps(description.get("pre_tokenizer"))
+        kinds = {step["type"] for step in steps}
+        has_bytes = False
+        if "ByteLevel" in kinds:
+            has_bytes = all(piece in vocabulary for piece in ByteLevel.alphabet())
+        if not has_bytes and model.get("byte_fallback"):
+            has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+        # An added token that strips takes any number of blanks.
+        strips_blanks = any(token["lstrip"] or token["rstrip"] for token in added_tokens)
+        is_lossless = all(_is_lossless(step) for step in steps)
+        if model["type"] != "BPE" or not has_bytes or strips_blanks or not is_lossless:
             return None
-        longest: int = max(map(len, [*vocabulary, *(token["content"] for token in added)]))
-        return longest * (_COMPOSED if {"NFC", "NFKC"} & {*kinds} else 1)
+        texts = [*vocabulary, *(token["content"] for token in added_tokens)]
+        longest = max(len(text) for text in texts)
+        return longest * _MAX_COMPOSED_CHARACTERS if kinds & {"NFC", "NFKC"} else longest
 
     def apply_chat_template(
         self,
@@ -286,18 +315,28 @@ def _steps(description: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [step for part in parts for step in _steps(part)]
 
 
-def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether a normalizer or a pre-tokenizer removes no character of a text, but for composing some."""
+def _is_lossless(step: dict[str, Any]) -> bool:
+    """Whether a normalizer or a pre-tokenizer removes no character of a text; it may compose
+    characters."""
     kind = step["type"]
     if kind == "Replace":
-        old, new = step["pattern"].get("String"), step["content"]
-        return old is not None and len(new) >= len(old)
-    return kind in _KEEPING or (kind in ("Split", "Punctuation") and step["behavior"] != "Removed")
+        old = step["pattern"].get("String")
+        return old is not None and len(step["content"]) >= len(old)
+    if kind in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return kind in _LOSSLESS_STEPS
 
 
 def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Tokenizer | None:
-    """The package's `own` tokenizer, or the caller's if it has none: of qsample, transformers or the tokenizers
-    library. Raises ValueError for anything else, and for a tokenizer with more than `vocab_size` tokens."""
+    """The tokenizer of a call.
+
+    Args:
+        own: the package's tokenizer, which is preferred; None if it has none.
+        given: the caller's tokenizer: qsample's, transformers' or the tokenizers library's.
+        vocab_size: the number of the model's token ids.
+
+    Raises ValueError for anything else, and for a tokenizer with more than `vocab_size` tokens.
+    """
     if given is None:
         return own
     if isinstance(given, Tokenizer):
@@ -319,24 +358,24 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
     templates = ChatTemplates(
         getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None)
     )
-    return Tokenizer(
-        _Tokenizer.from_str(backend.to_str()), templates
-    )  # a copy, because Tokenizer changes it
+    copy = _Tokenizer.from_str(backend.to_str())  # Tokenizer changes its settings.
+    return Tokenizer(copy, templates)
 
 
 def _raise_failure(what: str, error: BaseException) -> None:
-    """Raise PackageError for a fault of a tokenizer.json: the Rust library raises a plain Exception for it, or panics
-    with a BaseException. Return for anything else: a wrong argument, a KeyboardInterrupt."""
-    of_an_argument = isinstance(error, OverflowError | TypeError)
-    if (isinstance(error, Exception) and not of_an_argument) or type(
-        error
-    ).__name__ == "PanicException":
+    """Raise PackageError for a fault of a tokenizer.json: the Rust library raises a plain Exception
+    for it, or panics with a BaseException. Return for anything else: a wrong argument, a
+    KeyboardInterrupt."""
+    is_of_an_argument = isinstance(error, OverflowError | TypeError)
+    is_panic = type(error).__name__ == "PanicException"
+    if is_panic or (isinstance(error, Exception) and not is_of_an_argument):
         text = " ".join(str(error).split())
         raise PackageError(f"{what}: {text:.300}; export the package again") from error
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ValueError if `text` cannot be written as UTF-8, which tokenizers read. what: its name in the message."""
+    """Raise ValueError if `text` cannot be written as UTF-8, which tokenizers read. what: the name
+    of the text in the message."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

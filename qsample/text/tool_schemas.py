@@ -1,7 +1,8 @@
-"""Python functions as the JSON schemas that chat templates show to a model, by their annotations and docstrings.
+"""Python functions as the JSON schemas that chat templates show to a model, made from their
+annotations and docstrings.
 
-The result is transformers' for a function that its `get_json_schema` accepts: with a docstring in Google's style that
-has a line for each argument, and an annotation on each argument.
+The result equals transformers' for a function that its `get_json_schema` accepts: with a docstring
+in Google's style that has a line for each argument, and an annotation on each argument.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _SCALARS: Final[dict[Any, str]] = {
     bool: "boolean",
     type(None): "null",
 }
-_NAMES: Final[dict[Any, str]] = _SCALARS | {list: "array", tuple: "array", dict: "object"}
+_TYPE_NAMES: Final[dict[Any, str]] = _SCALARS | {list: "array", tuple: "array", dict: "object"}
 _HEADING: Final = re.compile(r"^[ \t]*(Args|Returns|Raises):[ \t]*$", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
 _CHOICES: Final = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def tool_schema(tool: Any) -> Mapping[str, Any]:
-    """A schema as it is, or the schema of a function or method. Raises ValueError for anything else."""
+    """A given schema itself, or the schema of a function or method. Raises ValueError for anything
+    else."""
     if isinstance(tool, Mapping):
         return tool
     if not (inspect.isfunction(tool) or inspect.ismethod(tool)):
@@ -92,15 +94,21 @@ def _parameters_schema(
 
 
 def _returned(hint: Any, text: str) -> dict[str, Any]:
+    """The schema of a function's return value; nothing if it has none, as a model never writes such
+    a value."""
     try:
         schema = _schema("", hint)
-    except ValueError:  # a model never writes it
+    except ValueError:
         return {}
-    return {"return": schema | ({"description": text} if text else {})}
+    if text:
+        schema["description"] = text
+    return {"return": schema}
 
 
 def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
-    if choices := _CHOICES.search(text):
+    """The schema of an argument with its description, whose choices become an enum."""
+    choices = _CHOICES.search(text)
+    if choices is not None:
         try:
             values = json.loads(choices[1])
         except ValueError as error:
@@ -113,12 +121,13 @@ def _described(schema: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _schema(what: str, hint: Any) -> dict[str, Any]:
-    """The schema of a type. what: its owner, for the message."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    """The schema of a type. what: the owner of the type, for the message."""
     if hint is Any:
         return {}
-    if hint in _NAMES:
-        return {"type": _NAMES[hint]}
+    if hint in _TYPE_NAMES:
+        return {"type": _TYPE_NAMES[hint]}
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _values(what, [member.value for member in hint])
     if origin is Literal:
@@ -128,9 +137,10 @@ def _schema(what: str, hint: Any) -> dict[str, Any]:
     if origin is tuple and len(arguments) > 1 and ... not in arguments:
         return {"type": "array", "prefixItems": [_schema(what, item) for item in arguments]}
     if origin is dict:
-        return {"type": "object"} | (
-            {"additionalProperties": _schema(what, arguments[1])} if arguments else {}
-        )
+        schema: dict[str, Any] = {"type": "object"}
+        if arguments:
+            schema["additionalProperties"] = _schema(what, arguments[1])
+        return schema
     if origin is Union or origin is types.UnionType:
         return _union(what, arguments)
     raise ValueError(
@@ -145,7 +155,12 @@ def _values(what: str, values: list[Any]) -> dict[str, Any]:
             f"{what} has the values {shown(values)}; they must be int, float, str, bool or None"
         )
     kinds = list(dict.fromkeys(_SCALARS[type(value)] for value in values))
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": values}
+    return {"type": _one_or_all(kinds), "enum": values}
+
+
+def _one_or_all(kinds: list[str]) -> str | list[str]:
+    """The names of types as JSON schemas write them: a single name without its list."""
+    return kinds[0] if len(kinds) == 1 else kinds
 
 
 def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -155,16 +170,20 @@ def _union(what: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
         schema = members[0]
     elif all(member.keys() == {"type"} and isinstance(member["type"], str) for member in members):
         kinds = sorted({member["type"] for member in members})
-        schema = {"type": kinds[0] if len(kinds) == 1 else kinds}
+        schema = {"type": _one_or_all(kinds)}
     else:
         schema = {"anyOf": members}
-    return schema | ({"nullable": True} if type(None) in arguments else {})
+    if type(None) in arguments:
+        schema["nullable"] = True
+    return schema
 
 
 def _sections(documentation: str) -> dict[str, str]:
-    """The text before the first section under "", and the text of each section under its heading."""
+    """The text of each section by its heading; "" for the text before the first heading."""
     start, *rest = _HEADING.split(documentation)
-    found = dict(zip(rest[::2], rest[1::2], strict=True))
+    headings = rest[::2]
+    texts = rest[1::2]
+    found = dict(zip(headings, texts, strict=True))
     return {
         "": start.strip(),
         "Args": found.get("Args", ""),
@@ -173,15 +192,18 @@ def _sections(documentation: str) -> dict[str, str]:
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Each argument's description; lines that are indented deeper than its name go on with it."""
+    """Each argument's description. Lines that are indented deeper than its name continue it."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
     depth = None
     for line in filter(str.strip, text.splitlines()):
         indent = len(line) - len(line.lstrip())
-        depth = indent if depth is None else depth
-        if indent <= depth and (match := _ARGUMENT.match(line.strip())):
+        if depth is None:
+            depth = indent
+        match = _ARGUMENT.match(line.strip()) if indent <= depth else None
+        if match is None:
+            current.append(line.strip())
+        else:
             current = found.setdefault(match[1], [])
-            line = match[2]
-        current.append(line.strip())
+            current.append(match[2].strip())
     return {name: " ".join(filter(None, lines)) for name, lines in found.items()}
