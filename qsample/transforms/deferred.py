@@ -1,10 +1,11 @@
-"""Weights that take no memory: a float32 tensor without pages, and a function that computes its numbers on demand.
+"""Weights that take no memory: a float32 tensor without pages, and a function that computes its
+numbers on demand.
 
-Such a placeholder is an ordinary tensor on the CPU. Its pages are zeros that the system never allocates, so
-transformers loads it and torch traces it like any other tensor. Its meaning, a `Deferred`, is an attribute of its
-storage: all views share it, and it lives as long as the storage. While `computing` is open, each operation gets the
-numbers; anything else that reads a placeholder, such as NumPy, gets zeros.
-"""
+Such a placeholder is an ordinary tensor on the CPU. Its pages are zeros that the system never
+allocates, so transformers loads it and torch traces it like any other tensor. Its meaning, a
+`Deferred`, is an attribute of its storage: all views share it, and it lives as long as the storage.
+While `computing` is open, each operation gets the numbers; anything else that reads a placeholder,
+such as NumPy, gets zeros."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from qsample.contract.arrays import sparse_zeros
 
-# Exporters fold and compare constants of up to 8,192 numbers, so their numbers have to be in memory.
+# Exporters fold and compare constants of up to 8,192 numbers, so their numbers have to be in
+# memory.
 SMALLEST: Final = 1 << 14
 _CHUNK_NUMBERS: Final = 1 << 24
-# A matrix is widened and multiplied in pieces of this many numbers, which stay in the processor's caches.
+# A matrix is widened and multiplied in pieces of this many numbers, which stay in the processor's
+# caches.
 _PIECE_NUMBERS: Final = 1 << 22
 # Operations with the same result in any dtype that holds the numbers exactly.
 _DTYPE_PRESERVING_OPERATIONS: Final = (
@@ -37,7 +40,8 @@ _DTYPE_PRESERVING_OPERATIONS: Final = (
     "aten::index_select",
     "aten::equal",
 )
-# Computed tensors stay in memory for the next operation: the two matrices of a layer's experts are read in turn.
+# Computed tensors stay in memory for the next operation: the two matrices of a layer's experts are
+# read in turn.
 _MAX_COMPUTED_TENSORS: Final = 2
 _MEANING: Final = "qsample_deferred"  # the attribute of a placeholder's storage
 
@@ -49,8 +53,8 @@ class Deferred:
     Attributes:
         stored: computes the numbers, contiguous and in `dtype`.
         dtype: a dtype that holds the numbers exactly, usually the dtype of a file.
-        place: where files hold the same numbers in that dtype: any object of the placeholder's maker, or a `Joined` of
-            such objects; None if no file holds them.
+        place: where files hold the same numbers in that dtype: any object of the placeholder's
+            maker, or a `Joined` of such objects; None if no file holds them.
     """
 
     stored: Callable[[], Tensor]
@@ -97,7 +101,8 @@ def defer(
 
 
 def deferred(tensor: Tensor) -> Deferred | None:
-    """The meaning of `tensor`, or of the placeholder that it is a view of; None if it holds its numbers itself."""
+    """The meaning of `tensor`, or of the placeholder that it is a view of; None if it holds its
+    numbers itself."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
     return getattr(tensor.untyped_storage(), _MEANING, None)
@@ -229,7 +234,8 @@ class _Computing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _same_view(self._stored(arguments.placeholders[index]), arguments.values[index])
 
     def _stored(self, meaning: Deferred) -> Tensor:
-        """Numbers in a file are mapped; computed numbers are cached, because experts are read in turn."""
+        """Numbers in a file are mapped; computed numbers are cached, because experts are read in
+        turn."""
         if meaning.place is not None and not isinstance(meaning.place, Joined):
             return meaning.stored()
         if meaning not in self._computed:
@@ -285,8 +291,8 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of `func` without numbers; None if it needs them at once.
 
-    An operation that returns a number, such as whether two weights are equal, needs them, as does one that writes.
-    """
+    An operation that returns a number, such as whether two weights are equal, needs them, as does
+    one that writes."""
     schema = func._schema
     returns_tensors = any("Tensor" in str(value.type) for value in schema.returns)
     if not returns_tensors or schema.is_mutable:
@@ -295,7 +301,8 @@ def _result_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _preserves_dtype(func: Any, arguments: _Arguments) -> bool:
-    """Whether `func` may run on the stored numbers: it moves numbers, and all floats are placeholders of one dtype."""
+    """Whether `func` may run on the stored numbers: it moves numbers, and all floats are
+    placeholders of one dtype."""
     floats = {
         index
         for index, value in enumerate(arguments.values)
@@ -317,7 +324,8 @@ def _materialise(placeholder: Tensor, meaning: Deferred) -> None:
 
 
 def _joined(func: Any, args: Any, rank: int) -> Joined | None:
-    """The place of the result of `func`, a stack or a concatenation of whole placeholders that have a place."""
+    """The place of the result of `func`, a stack or a concatenation of whole placeholders that have
+    a place."""
     if func not in (torch.ops.aten.stack.default, torch.ops.aten.cat.default):
         return None
     tensors = args[0]

@@ -21,7 +21,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from qsample.transforms.attention import QUERY_SCALES, MaskRule, causal, masked_attention
+from qsample.transforms.attention import (
+    QUERY_SCALES,
+    MaskRule,
+    Scoring,
+    causal,
+    masked_attention,
+)
 from qsample.transforms.cache import DecodeContext
 
 _LONGROPE, _DYNAMIC = "longrope", "dynamic"
@@ -199,7 +205,7 @@ def _attend(
         return own
     window = int(module.config.window_size) if module.attention_type == "local" else None
     allowed = MaskRule(causal(window)).allowed(context.positions, key.shape[2])
-    return masked_attention(query, key, value, allowed, scale=1.0).transpose(1, 2), None
+    return masked_attention(query, key, value, allowed, Scoring(1.0)).transpose(1, 2), None
 
 
 # Modules of transformers with a function `apply_rotary_emb(query, key, frequencies)`: the axis of their heads.

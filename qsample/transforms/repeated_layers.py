@@ -1,9 +1,10 @@
-"""Layers that compute the same from different weights, and a trace in which one node stands for each repetition.
+"""Layers that compute the same from different weights, and a trace in which one node stands for
+each repetition.
 
-While `standing_in` is open, the first layer of each group runs between two markers. Another layer is a marker from
-hidden states to hidden states. Its retained states are no part of the trace: the next states of the first layer take
-their place. `exporters.repetition` puts copies of the first layer there.
-"""
+While `standing_in` is open, the first layer of each group runs between two markers. Every other
+layer of the group is a single marker from hidden states to hidden states. Its retained states are
+not in the trace: the next states of the first layer take their place. `exporters.repetition`
+replaces the marker by a copy of the first layer."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ from qsample.transforms.markers import (
     REPEATED_LAYER,
 )
 from qsample.transforms.quantized_linear import QuantizedWeight
+from qsample.transforms.recurrent import RetainedForward
 
 _BUFFERS: Final = "key_value"  # the kind of an attention layer's states
-# Attributes of modules that hold the place of their layer.
-_INDICES: Final = ("layer_idx", "layer_id", "layer_index", "layer_number")
-_PLAIN: Final = (
+# Attributes of modules that may hold the index of their layer.
+_INDEX_ATTRIBUTES: Final = ("layer_idx", "layer_id", "layer_index", "layer_number")
+_REGISTRIES: Final = ("_modules", "_parameters", "_buffers")  # attributes of every nn.Module
+_COMPARED_BY_VALUE: Final = (
     type(None),
     bool,
     int,
@@ -47,12 +50,20 @@ _PLAIN: Final = (
     torch.device,
     SwiGLU,
 )
+_COMPARED_BY_FIELDS: Final = (QuantizedWeight, RetainedForward)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayers:
-    """The layers of a decoder: `count` of them, in calls with `context`. states: the index of a layer → its retained
-    states: key and value, then states of other kinds. inside: the module that has them; None: any."""
+    """The layers of a decoder.
+
+    Attributes:
+        count: the number of layers.
+        states: the index of a layer → its retained states: the key and the value, then states of
+            other kinds.
+        context: the context of the decoder's calls.
+        inside: the module that has the layers; None for any module.
+    """
 
     count: int
     states: Mapping[int, Sequence[TensorSpec]]
@@ -66,9 +77,14 @@ class DecoderLayers:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayers:
-    """Layers of the list of modules named `path` that differ in their weights alone. `first` is the index of the layer
-    that is traced, and the layers `others` repeat it. weights: the names, in a layer, of the parameters and buffers
-    that no other module has."""
+    """Layers of one list of modules that differ only in their weights.
+
+    Attributes:
+        path: the name of the list.
+        first: the index of the layer that is traced.
+        others: the indices of the layers that repeat it.
+        weights: the names, in a layer, of the parameters and buffers that no other module has.
+    """
 
     path: str
     first: int
@@ -81,35 +97,33 @@ class RepeatedLayers:
 
 
 def find_repeated_layers(root: nn.Module, layers: DecoderLayers) -> list[RepeatedLayers]:
-    """The groups of two or more equal layers in lists of `layers.count` modules of `root`.
+    """Find the groups of two or more equal layers in lists of `layers.count` modules of `root`.
 
-    Equal layers have modules of the same classes, weights of the same names, shapes and dtypes, states of the same
-    shapes and dtypes, and the same attributes, except that a few may hold the layer's index. Objects that are neither
-    numbers nor collections are the same if they are one object. A layer that shares parameters with another module is
-    equal to none: it may choose among them by its index.
-    """
+    Equal layers have modules of the same classes, weights of the same names, shapes and dtypes,
+    states of the same shapes and dtypes, and the same attributes, except that a few may hold the
+    layer's index. Objects that are neither numbers nor collections are the same only if they are
+    one object. A layer that shares parameters with another module is equal to no other layer: it
+    may choose among them by its index."""
     groups = []
     for path, modules in _layer_lists(root, layers):
         owners = _owners(root, modules)
-        kinds: dict[Any, list[_Description]] = {}
+        equal_layers: dict[Any, list[_Description]] = {}
         for index, module in enumerate(modules):
             description = _Description(module, index, owners)
+            if description.shares_parameters:
+                continue
             states = tuple((state.dtype, state.axes) for state in layers.states.get(index, ()))
             kind = (description.modules(), states, index in layers.context.masked)
-            if not description.shares_parameters:
-                kinds.setdefault(kind, []).append(description)
-        groups += [
-            RepeatedLayers(
-                path, first.index, tuple(other.index for other in others), first.own_names
-            )
-            for first, *others in kinds.values()
-            if others
-        ]
+            equal_layers.setdefault(kind, []).append(description)
+        for first, *others in equal_layers.values():
+            if others:
+                indices = tuple(other.index for other in others)
+                groups.append(RepeatedLayers(path, first.index, indices, first.own_names))
     return groups
 
 
 def _layer_lists(root: nn.Module, layers: DecoderLayers) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of `layers.count` modules that are in no other list."""
+    """The lists of `layers.count` modules that are in no other such list, with their names."""
     found: list[str] = []
     inside = {*(layers.inside or root).modules()}  # a tower may have as many layers
     for path, module in root.named_modules():
@@ -125,7 +139,8 @@ def _layer_lists(root: nn.Module, layers: DecoderLayers) -> Iterator[tuple[str, 
 
 
 def _owners(root: nn.Module, layers: nn.ModuleList) -> dict[int, set[int | None]]:
-    """The id of each tensor of `root` → the layers that have it; None: a module outside of them has it."""
+    """The id of each tensor of `root` → the layers that have it, and None if a module outside of
+    the layers has it."""
     owners: dict[int, set[int | None]] = {}
     inside: set[int] = set()
     for index, layer in enumerate(layers):
@@ -141,37 +156,37 @@ def _owners(root: nn.Module, layers: nn.ModuleList) -> dict[int, set[int | None]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module itself."""
+    """The parameters and buffers of a module, without those of its children."""
     return {name: tensor for name, tensor in _registered(module).items() if tensor is not None}
 
 
 def _registered(module: nn.Module) -> dict[str, Tensor | None]:
-    """The parameters and buffers of a module itself, with None for a missing one."""
+    """The same as `_tensors`, with None for a parameter or buffer that is registered but absent."""
     return {**vars(module)["_parameters"], **vars(module)["_buffers"]}
 
 
 class _Description:
-    """All that decides what a layer computes but its weights' numbers, as values that compare."""
+    """Everything except the numbers of its weights that decides what a layer computes, as values
+    that compare."""
 
     def __init__(self, layer: nn.Module, index: int, owners: dict[int, set[int | None]]) -> None:
-        self._layer, self.index = layer, index
-        self._modules = {id(module): name for name, module in layer.named_modules()}
-        named = [
-            (f"{path}.{name}" if path else name, tensor)
-            for path, module in layer.named_modules()
-            for name, tensor in _tensors(module).items()
-        ]
-        self.own_names = tuple(name for name, tensor in named if owners[id(tensor)] == {index})
+        self._layer = layer
+        self.index = index
+        self._module_names = {id(module): name for name, module in layer.named_modules()}
+        named: list[tuple[str, Tensor]] = []
+        for path, module in layer.named_modules():
+            for name, tensor in _tensors(module).items():
+                named.append((f"{path}.{name}" if path else name, tensor))
+        own = [(name, tensor) for name, tensor in named if owners[id(tensor)] == {index}]
+        self.own_names = tuple(name for name, _ in own)
         self.shares_parameters = any(owners[id(tensor)] != {index} for tensor in layer.parameters())
-        self._own = {
-            id(tensor): name for name, tensor in reversed(named) if owners[id(tensor)] == {index}
-        }
-        self._open: list[
-            int
-        ] = []  # functions that are being described: they may refer to themselves
+        # The first name counts, if a tensor has several.
+        self._weight_names = {id(tensor): name for name, tensor in reversed(own)}
+        # The functions that are being described: they may refer to themselves.
+        self._open_functions: list[int] = []
 
     def modules(self) -> tuple[Any, ...]:
-        """The layer's modules, with their attributes and the kinds of their weights."""
+        """The layer's modules, with their attributes and the shapes and dtypes of their weights."""
         return tuple(
             (name, self._module(module))
             for name, module in self._layer.named_modules(remove_duplicate=False)
@@ -182,78 +197,96 @@ class _Description:
             (name, tensor.shape, tensor.dtype, self._value(tensor))
             for name, tensor in _tensors(module).items()
         )
-        registries = ("_parameters", "_buffers", "_modules")
-        attributes = {name: value for name, value in vars(module).items() if name not in registries}
         absent = tuple(name for name, tensor in _registered(module).items() if tensor is None)
-        return type(module), weights, absent, self._attributes(attributes)
-
-    def _attributes(self, attributes: dict[str, Any]) -> Any:
-        return tuple(
-            (name, self._attribute(name, value)) for name, value in sorted(attributes.items())
+        attributes = tuple(
+            (name, self._attribute(name, value))
+            for name, value in sorted(vars(module).items())
+            if name not in _REGISTRIES
         )
+        return type(module), weights, absent, attributes
 
     def _attribute(self, name: str, value: Any) -> Any:
-        if name in _INDICES and value == self.index:
-            return "its own"
+        if name in _INDEX_ATTRIBUTES and value == self.index:
+            return "the layer's index"
         if "hooks" in name and isinstance(value, dict):
             value = list(value.values())  # the keys count all hooks of the process
         return self._value(value)
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _COMPARED_BY_VALUE):
             return type(value), value
-        if isinstance(value, nn.Module) and id(value) in self._modules:
-            return nn.Module, self._modules[id(value)]
-        if isinstance(value, Tensor) and id(value) in self._own:
-            return Tensor, self._own[id(value)]
-        if isinstance(value, dict):
-            return type(value), tuple(
-                (self._value(key), self._value(item)) for key, item in value.items()
-            )
-        if isinstance(value, list | tuple):
-            return type(value), tuple(map(self._value, value))
-        if isinstance(value, set | frozenset):
-            return type(value), frozenset(map(self._value, value))
-        if isinstance(value, functools.partial):
-            return functools.partial, self._value((value.func, value.args, value.keywords))
-        if isinstance(value, MethodType):
-            return MethodType, self._value((value.__func__, value.__self__))
-        if isinstance(value, FunctionType) and value.__closure__:
-            return self._function(value)
-        if isinstance(value, QuantizedWeight):
-            return QuantizedWeight, self._value(
-                [getattr(value, entry.name) for entry in dataclasses.fields(value)]
-            )
+        if isinstance(value, nn.Module) and id(value) in self._module_names:
+            return nn.Module, self._module_names[id(value)]
+        if isinstance(value, Tensor) and id(value) in self._weight_names:
+            return Tensor, self._weight_names[id(value)]
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            return type(value), self._items(value)
+        if isinstance(value, functools.partial | MethodType | FunctionType):
+            return self._callable(value)
+        if isinstance(value, _COMPARED_BY_FIELDS):
+            contents = [getattr(value, entry.name) for entry in dataclasses.fields(value)]
+            return type(value), self._items(contents)
         return "object", id(value)
 
-    def _function(self, function: FunctionType) -> Any:
+    def _items(self, collection: Any) -> Any:
+        if isinstance(collection, dict):
+            return tuple((self._value(key), self._value(item)) for key, item in collection.items())
+        if isinstance(collection, set | frozenset):
+            return frozenset(map(self._value, collection))
+        return tuple(map(self._value, collection))
+
+    def _callable(self, value: functools.partial[Any] | MethodType | FunctionType) -> Any:
+        if isinstance(value, functools.partial):
+            return functools.partial, self._items((value.func, value.args, value.keywords))
+        if isinstance(value, MethodType):
+            return MethodType, self._items((value.__func__, value.__self__))
+        if not value.__closure__:
+            return "object", id(value)
+        return self._closure(value)
+
+    def _closure(self, function: FunctionType) -> Any:
         """A function that was made for this layer, by the values that it refers to."""
-        if id(function) in self._open:
-            return "open", self._open.index(id(function))
-        self._open.append(id(function))
+        if id(function) in self._open_functions:
+            return "open", self._open_functions.index(id(function))
+        self._open_functions.append(id(function))
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        described = self._value((cells, function.__defaults__, function.__kwdefaults__))
-        self._open.pop()
+        described = self._items((cells, function.__defaults__, function.__kwdefaults__))
+        self._open_functions.pop()
         return FunctionType, function.__code__, described
 
 
 @dataclass(slots=True)
 class StandIns:
-    """The notes of a trace, in the call of `context`. first: the number of each group → the call of its first layer.
-    difference: why a copy of the first layer cannot take the place of another layer; None: copies can."""
+    """The notes of a trace.
+
+    Attributes:
+        context: the decoder call that is traced.
+        first: the number of each group → the call of its first layer.
+        difference: why a copy of the first layer cannot replace another layer; None if copies can.
+    """
 
     context: DecodeContext
     first: dict[int, _Call] = field(default_factory=dict)
     difference: str | None = None
 
     def note(self, difference: str) -> None:
-        """Keep the first difference."""
+        """Remember the difference, if it is the first one."""
         self.difference = self.difference or difference
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of a layer, flat: its hidden states are `values[hidden]`, and `results[output]` afterwards."""
+    """A call of a layer, with all collections flattened.
+
+    Attributes:
+        layer: the index of the layer.
+        layout: the structure of the arguments.
+        values: the arguments.
+        hidden: the place of the hidden states among the arguments.
+        result_layout: the structure of the results.
+        results: the results.
+        output: the place of the hidden states among the results.
+    """
 
     layer: int
     layout: TreeSpec
@@ -274,39 +307,47 @@ def standing_in(
         for number, group in enumerate(groups):
             for index in (group.first, *group.others):
                 layer = root.get_submodule(f"{group.path}.{index}")
-                run = _run_first if index == group.first else _stand_in
-                forward = functools.partial(run, record, number, index, layer.forward)
-                hidden = {} if index == group.first else _unregistered(layer)
-                stack.enter_context(_replaced(layer, {**hidden, "forward": forward}))
+                attributes: dict[str, Any] = {}
+                if index == group.first:
+                    run = _run_first
+                else:
+                    run = _stand_in
+                    attributes |= _without_weights(layer)
+                attributes["forward"] = functools.partial(run, record, number, index, layer.forward)
+                stack.enter_context(_replaced(layer, attributes))
         yield record
 
 
-def _unregistered(layer: nn.Module) -> dict[str, Any]:
-    """Attributes of `layer` with which it has no weights to be traced, although its modules are there."""
-    kinds = ("_modules", "_parameters", "_buffers")
-    return {name: value for kind in kinds for name, value in vars(layer)[kind].items()} | {
-        kind: {} for kind in kinds
-    }
+def _without_weights(layer: nn.Module) -> dict[str, Any]:
+    """Attributes that unregister the weights of `layer`, so that they are not traced, and keep its
+    modules."""
+    attributes: dict[str, Any] = {}
+    for registry in _REGISTRIES:
+        attributes |= vars(layer)[registry]
+    for registry in _REGISTRIES:
+        attributes[registry] = {}
+    return attributes
 
 
 @contextmanager
 def _replaced(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """While open, `module` itself has these attributes."""
-    own = vars(module)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    """While open, the instance `module` has these attributes."""
+    present = vars(module)
+    before = {name: present[name] for name in attributes if name in present}
+    present.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            del own[name]
-        own.update(before)
+            del present[name]
+        present.update(before)
 
 
 def _run_first(
     record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The layer's `own` forward, with its hidden states and retained states between two markers."""
+    """Run the layer's `own` forward, with its hidden states and retained states between two
+    markers."""
     context = record.context
     values, layout = tree_flatten((args, kwargs))
     tensors = _places(values)
@@ -316,29 +357,32 @@ def _run_first(
     hidden = tensors[0]
     before = _read(context, index, context.past, context.states)
     begun = _marker(LAYER_BEGIN, [values[hidden], *before], {GROUP: group})
-    args, kwargs = tree_unflatten([*values[:hidden], begun[0], *values[hidden + 1 :]], layout)
-    written = _written(context)
+    args, kwargs = tree_unflatten(_with(values, hidden, begun[0]), layout)
+    written_before = _written(context)
     _assign(context, index, begun[1:], context.past, context.states)
     result = own(*args, **kwargs)
     _assign(context, index, before, context.past, context.states)
-    written = _written(context) - written
+    written = _written(context) - written_before
 
     results, result_layout = tree_flatten(result)
     tensors = _places(results)
-    if not tensors or written != _own(context, index):
+    if not tensors or written != _states_of(context, index):
         record.note(f"layer {index} returns no tensor, or writes the states {sorted(written)}")
         return result
-    output = tensors[0]  # the rest, such as attention weights, is this layer's: nothing may read it
+    # Other results, such as attention weights, belong to this layer only: nothing may read them.
+    output = tensors[0]
     after = _read(context, index, context.present, context.next_states)
     ended = _marker(LAYER_END, [results[output], *after], {GROUP: group})
     _assign(context, index, ended[1:], context.present, context.next_states)
     record.first[group] = _Call(index, layout, values, hidden, result_layout, results, output)
-    return tree_unflatten([*results[:output], ended[0], *results[output + 1 :]], result_layout)
+    return tree_unflatten(_with(results, output, ended[0]), result_layout)
 
 
 def _stand_in(record: StandIns, group: int, index: int, own: Any, *args: Any, **kwargs: Any) -> Any:
-    """The marker of a layer, in results like the results of the group's first layer."""
-    context, call = record.context, record.first.get(group)
+    """Put a layer's marker in the place of its hidden states; all other results are those of the
+    group's first layer."""
+    context = record.context
+    call = record.first.get(group)
     values, layout = tree_flatten((args, kwargs))
     if call is None or not _is_like(values, layout, call):
         record.note(
@@ -349,36 +393,42 @@ def _stand_in(record: StandIns, group: int, index: int, own: Any, *args: Any, **
     (hidden,) = _marker(
         REPEATED_LAYER, [values[call.hidden]], attributes, like=[call.results[call.output]]
     )
-    for key in _own(context, call.layer):
-        if key[1] == _BUFFERS:
+    for key in _states_of(context, call.layer):
+        _, kind, number = key
+        if kind == _BUFFERS:
             context.present[index] = context.present[call.layer]
         else:
-            context.next_states[index, *key[1:]] = context.next_states[key]
-    return tree_unflatten(
-        [*call.results[: call.output], hidden, *call.results[call.output + 1 :]], call.result_layout
-    )
+            context.next_states[index, kind, number] = context.next_states[key]
+    return tree_unflatten(_with(call.results, call.output, hidden), call.result_layout)
+
+
+def _with(values: Sequence[Any], place: int, value: Any) -> list[Any]:
+    """A copy of `values` with another value at a place."""
+    changed = list(values)
+    changed[place] = value
+    return changed
 
 
 def _is_like(values: list[Any], layout: TreeSpec, call: _Call) -> bool:
-    """Whether these are the arguments of `call`, but for the numbers of the hidden states."""
+    """Whether these are the arguments of `call`, except for the numbers of the hidden states."""
     if layout != call.layout:
         return False
     hidden, first = values[call.hidden], call.values[call.hidden]
-    is_like = (
-        isinstance(hidden, Tensor) and hidden.dtype == first.dtype and hidden.shape == first.shape
-    )
-    return is_like and all(
-        place == call.hidden or _is_same(value, other)
-        for place, (value, other) in enumerate(zip(values, call.values, strict=True))
+    if not isinstance(hidden, Tensor):
+        return False
+    if hidden.dtype != first.dtype or hidden.shape != first.shape:
+        return False
+    pairs = zip(values, call.values, strict=True)
+    return all(
+        place == call.hidden or _is_same(value, other) for place, (value, other) in enumerate(pairs)
     )
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    return value is other or (
-        type(value) is type(other)
-        and isinstance(value, bool | int | float | str)
-        and value == other
-    )
+    if value is other:
+        return True
+    is_plain = isinstance(value, bool | int | float | str)
+    return is_plain and type(value) is type(other) and value == other
 
 
 def _places(values: Sequence[Any]) -> list[int]:
@@ -386,10 +436,12 @@ def _places(values: Sequence[Any]) -> list[int]:
     return [place for place, value in enumerate(values) if isinstance(value, Tensor)]
 
 
-def _own(context: DecodeContext, layer: int) -> set[StateKey]:
+def _states_of(context: DecodeContext, layer: int) -> set[StateKey]:
     """The states that `layer` retains."""
-    buffers = {(layer, _BUFFERS, 0)} if layer in context.past else set()
-    return buffers | {key for key in context.states if key[0] == layer}
+    keys = {key for key in context.states if key[0] == layer}
+    if layer in context.past:
+        keys.add((layer, _BUFFERS, 0))
+    return keys
 
 
 def _written(context: DecodeContext) -> set[StateKey]:
@@ -417,13 +469,13 @@ def _assign(
     buffers: dict[int, tuple[Tensor, Tensor]],
     states: dict[StateKey, Tensor],
 ) -> None:
-    """values: as `_read` returns them."""
-    rest = [*values]
+    """Set the values of all states of `layer`, in the order of `_read`."""
+    others = list(values)
     if layer in context.past:
-        buffers[layer] = (rest.pop(0), rest.pop(0))
-    states.update(
-        zip((key for key in sorted(context.states) if key[0] == layer), rest, strict=True)
-    )
+        buffers[layer] = (others[0], others[1])
+        others = others[2:]
+    keys = [key for key in sorted(context.states) if key[0] == layer]
+    states.update(zip(keys, others, strict=True))
 
 
 def _marker(
@@ -432,7 +484,8 @@ def _marker(
     attributes: dict[str, Any],
     like: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """The outputs of a node that computes nothing, with the shapes and dtypes of `like`, by default of its inputs."""
+    """The outputs of a node that computes nothing; they have the shapes and dtypes of `like`, or
+    else of the inputs."""
     like = like or inputs
     return list(
         torch.onnx.ops.symbolic_multi_out(

@@ -24,6 +24,7 @@ from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.package.package import Package, read_package
 from qsample.transforms import attention, decoder, recurrent, recurrent_operators
+from qsample.transforms.attention import AttentionCall
 from qsample.transforms.cache import DecodeContext
 from tests.architectures import configs
 from tests.architectures.configs import tiny_model
@@ -190,14 +191,15 @@ def test_an_error_in_one_row_of_one_call(part: str, row: int, index: int) -> Non
 
 
 def without(option: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """What emits the operator lacks one of its options."""
+    """The operator is emitted without one of its options."""
     original = attention._group_query_attention
 
-    def changed(*args: Any, **options: Any) -> Any:
-        query = args[2]
-        return original(
-            *args, **(options | {option: query.shape[-1] ** -0.5 if option == "scale" else None})
-        )
+    def changed(context: DecodeContext, layer: int, call: AttentionCall) -> Any:
+        if option == "window":
+            return original(context, layer, replace(call, window=None))
+        value = call.query.shape[-1] ** -0.5 if option == "scale" else None
+        scoring = replace(call.scoring, **{option: value})
+        return original(context, layer, replace(call, scoring=scoring))
 
     return lambda monkeypatch: monkeypatch.setattr(attention, "_group_query_attention", changed)
 
@@ -206,9 +208,9 @@ def padding_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a later chunk: it is right for a first chunk and for one without padding."""
     real = attention._group_query_attention
 
-    def planted(context: DecodeContext, *args: Any, **options: Any) -> Any:
+    def planted(context: DecodeContext, layer: int, call: AttentionCall) -> Any:
         context.seqlens_k = context.positions[:, 0].to(torch.int32) + context.input_lengths - 1
-        return real(context, *args, **options)
+        return real(context, layer, call)
 
     monkeypatch.setattr(attention, "_group_query_attention", planted)
 
@@ -240,7 +242,7 @@ def padding_that_changes_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def padding_that_an_operator_takes_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent_operators.Chunk, "kept", lambda chunk, values: values)
+    monkeypatch.setattr(recurrent_operators.Chunk, "without_padding", lambda chunk, values: values)
 
 
 ONE_LAYER, LONG = (
@@ -262,8 +264,8 @@ ONE_LAYER, LONG = (
         *(
             pytest.param(plant, model, "more than", marks=pytest.mark.slow)
             for plant, model in (
-                (without("sliding_window"), lambda: random_model("mistral", **LONG)),
-                (without("s_aux"), lambda: random_model("gpt_oss")),
+                (without("window"), lambda: random_model("mistral", **LONG)),
+                (without("sinks"), lambda: random_model("gpt_oss")),
                 (without("scale"), lambda: random_model("gemma3_text", query_pre_attn_scalar=64)),
                 (swapped_rotary_embedding, lambda: random_model("llama")),
                 (dropped_pattern, lambda: tiny_model("llama4_text")),

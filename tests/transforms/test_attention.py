@@ -16,6 +16,7 @@ from qsample.contract.interface import KeyValueShape
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.attention import (
     MaskRule,
+    Scoring,
     causal,
     eager_masks_over_buffers,
     group_query_attention,
@@ -129,13 +130,8 @@ def test_masked_attention(softcap: float | None, sinks: bool) -> None:
     allowed = random.random((2, 1, 3, 5)) < 0.6
     allowed[..., 0] = True
     tensors = (torch.tensor(array, dtype=torch.float32) for array in (query, keys, values))
-    got = masked_attention(
-        *tensors,
-        torch.tensor(allowed),
-        0.3,
-        softcap,
-        torch.tensor(sink, dtype=torch.float32) if sinks else None,
-    )
+    sink_logits = torch.tensor(sink, dtype=torch.float32) if sinks else None
+    got = masked_attention(*tensors, torch.tensor(allowed), Scoring(0.3, softcap, sink_logits))
     wanted = np.zeros((2, 3, 6, 4))
     for row, head, place in np.ndindex(2, 6, 3):
         scores = keys[row, head // 3] @ query[row, head, place] * 0.3

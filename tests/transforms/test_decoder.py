@@ -11,7 +11,7 @@ from torch import nn
 
 from qsample.contract.interface import KeyValueShape
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.attention import NAME
+from qsample.transforms.attention import IMPLEMENTATION
 from qsample.transforms.cache import DecodeContext, RetainedCache
 from qsample.transforms.decoder import (
     LastTokenHead,
@@ -83,7 +83,7 @@ def test_cache_shapes_are_read_off_the_model(model_type: str, heads: int, size: 
     context = DecodeContext()
     model = random_model(model_type)
     apply_transforms(model, context)
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == IMPLEMENTATION
     assert state_shapes(model, context)[0] == (KeyValueShape(heads, size),) * 2
     assert not context.active
     assert not context.present
