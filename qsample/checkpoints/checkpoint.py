@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
@@ -90,6 +90,25 @@ class Outline:
     transposed: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a loaded model comes from.
+
+    Attributes:
+        model_id: its name: a hub id, or the last name of a folder.
+        revision: the commit of the hub.
+        license: the license that the model's README.md states, in the hub's words.
+        weight_type: the type of most weights of a GGUF file, in llama.cpp's words; None for other files.
+        files: the files that were read, by the names that they have in a manifest.
+    """
+
+    model_id: str
+    revision: str | None = None
+    license: str | None = None
+    weight_type: str | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+
 class Checkpoint:
     """A checkpoint in a folder or on the hub. Each part is read once, when it is first needed.
 
@@ -125,16 +144,17 @@ class Checkpoint:
         self.text_only = text_only
         self._dtype = dtype
 
-    def origin(self, sources: SourceFiles) -> dict[str, Any]:
-        """Name, revision, licence, type of weights and files of the loaded model for the manifest: arguments of
-        `export_model`. sources: has the files of the weights, if they are known, and takes note of the rest."""
+    def origin(self, sources: SourceFiles) -> Origin:
+        """Where the loaded model comes from.
+
+        sources: has the files of the weights, if they are known; all other files are added to it.
+        """
         (name, revision), files = self._origin(sources)
         if self.adapter is not None:
             name = f"{name} + {origin_of(self.adapter)[0]}"
             files |= {f"adapter/{path.name}": path for path in self.adapter_files or ()}
         sources.add(files.values())
-        named = {"model_id": name, "revision": revision, "license": license_of(files)}
-        return {**named, "weight_type": self._weight_type, "files": files}
+        return Origin(name, revision, license_of(files), self._weight_type, files)
 
     def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
         return origin_of(self.model_id, self.hub), files_of(self.model_id, self.hub, sources.paths)

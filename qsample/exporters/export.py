@@ -1,8 +1,9 @@
-"""A Hugging Face causal LM enters; a portable package (decode graph, states, tokenizer, manifest) leaves.
+"""A Hugging Face causal LM enters; a portable package (decode graph, states, tokenizer, manifest)
+leaves.
 
-Stages: reference logits → transforms → trace → write → parity gate → publish. Everything is written aside and renamed
-into place at the end, so a refused, failed or interrupted export leaves nothing behind.
-"""
+Stages: reference logits → transforms → trace → write → parity gate → publish. Everything is written
+into a scratch folder and renamed into place at the end, so a refused, failed or interrupted export
+leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.checks import is_integer
-from qsample.contract.interface import Features, Interface
+from qsample.contract.interface import Features, ImageShape, Interface
 from qsample.disk.source_files import SourceFiles
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import parse_json, read_json
@@ -36,6 +37,7 @@ from qsample.exporters.lowering import (
     lower_experts,
     outline_scans,
 )
+from qsample.exporters.parity import ImageReference
 from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
 from qsample.exporters.vision import write_vision
@@ -52,14 +54,14 @@ from qsample.transforms.image_blocks import find_blockwise
 from qsample.transforms.images import image_shape
 from qsample.transforms.quantized_linear import quantized_layers
 
-_NO_MEMORY: Final = re.compile(
-    "returned NULL without setting an exception|error return without exception set|allocate memory|bad allocation|"
-    "bad_alloc|enough memory|out of memory",
+_OUT_OF_MEMORY_MESSAGES: Final = re.compile(
+    "returned NULL without setting an exception|error return without exception set|allocate memory|"
+    "bad allocation|bad_alloc|enough memory|out of memory",
     re.IGNORECASE,
 )
 EXPORT_DTYPES: Final = ("float32", "float16")
-# Of the time, for 0.6 B to 4 B parameters (docs/benchmarks/export.md).
-_SHARES: Final[Mapping[str, float]] = {
+# Percentages of the time, measured with 0.6 B to 4 B parameters (docs/benchmarks/export.md).
+_STAGE_SHARES: Final[Mapping[str, float]] = {
     Stage.CHECKING: 30,
     Stage.TRACING: 30,
     Stage.WRITING_WEIGHTS: 5,
@@ -68,89 +70,104 @@ _SHARES: Final[Mapping[str, float]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A loaded model, with everything else that goes into its package.
+
+    Attributes:
+        model: a causal LM in eval mode on the CPU, with weights in float32 or float16. An export
+            transforms it in place.
+        tokenizer: the tokenizer to save into the package; None makes a package of token ids only.
+        origin: where the model comes from, for the manifest.
+        processor: the processor of images and text, for a package that reads images; None exports
+            only the text model.
+        sources: the files that were read, which include the files that the model's placeholders
+            refer to.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    origin: Origin
+    processor: ProcessorMixin | None = None
+    sources: SourceFiles = field(default_factory=SourceFiles)
+
+
 def export_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
+    loaded: LoadedModel,
     path: str | Path,
     features: Features,
     *,
-    processor: ProcessorMixin | None = None,
-    model_id: str,
-    revision: str | None = None,
-    license: str | None = None,
-    weight_type: str | None = None,
-    files: Mapping[str, Path] = MappingProxyType({}),
-    sources: SourceFiles | None = None,
     overwrite: bool = False,
-    publish: bool = True,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Export `model` to a portable package at `path` and return it.
+    """Export a model to a portable package.
 
     Args:
-        model: a causal LM in eval mode on the CPU, its weights float32 or float16. It is transformed in place.
-        tokenizer: saved into the package; None makes a package of token ids only.
-        processor: of images and text, for a package that reads images; None exports the text model alone.
-        model_id, revision, license, files: the origin of the model, for `manifest.Source`; its files by name.
-        weight_type: of most weights of a GGUF file, in llama.cpp's words.
-        sources: the files that were read, among them those that its placeholders refer to.
-        publish: False, for `compile` alone, returns an `Unpublished` in a new folder of scratch space, not hashed. Its
-            weights stay in the checkpoint's files, and it lives as long as both.
-        progress: called with a stage's name and the fraction of the whole export done, in [0, 1].
+        loaded: the model.
+        path: the folder of the package.
+        features: the features of its graph.
+        overwrite: whether an existing package is replaced.
+        progress: called with a stage's name and the fraction of the whole export that is done, in
+            [0, 1].
 
-    Raises UnsupportedModelError, before any long work, for a model that cannot be exported; ParityError if the graph
-    does not match the model; PackageError if `path` cannot be written; QsampleError if `sources` changed meanwhile.
+    Raises:
+        UnsupportedModelError: the model cannot be exported; raised before any long work.
+        ParityError: the graph does not match the model.
+        PackageError: `path` cannot be written.
+        QsampleError: a file of `loaded.sources` has changed meanwhile.
     """
-    sources = sources or SourceFiles()
-    source = package.Source(
-        model_id, revision, model.config.model_type, type(model).__name__, license=license
-    )
-    size = _weight_bytes(model)
-    with _memory_named(), metered(progress) as report, sources:
-        stages = Stages(report, _SHARES)
-
-        def write(folder: Path) -> package.Manifest:
-            with _hashed_meanwhile(files) as hashed:
-                manifest = _export(
-                    model, tokenizer, processor, folder, features, source, stages, refer=not publish
-                )
-                packed = manifest.packed_weights
-                if packed is not None and weight_type is not None:
-                    packed = {**packed, "type": weight_type}
-                named = replace(manifest.source, files=hashed.result())
-                return replace(manifest, source=named, packed_weights=packed)
-
-        if not publish:
-            folder = Path(path).absolute()
-            with full_disk_named(folder.parent):
-                folder.mkdir()
-                manifest = write(folder)
-            written = {
-                path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()
-            }
-            stages.finish()
-            return package.Unpublished(folder, replace(manifest, files=written), sources=sources)
+    size = _weight_bytes(loaded.model)
+    with _memory_errors(), metered(progress) as report, loaded.sources:
+        stages = Stages(report, _STAGE_SHARES)
         with package.write_package(path, overwrite=overwrite, required_bytes=size) as writer:
-            manifest = write(writer.directory)
+            manifest = _write(loaded, writer.directory, features, stages, refer=False)
             stages.begin(Stage.PUBLISHING)
-            sources.check()
+            loaded.sources.check()
             writer.finish(manifest)
     stages.finish()
     return package.read_package(path, verify=False)
 
 
+def export_unpublished(
+    loaded: LoadedModel, folder: Path, features: Features, *, progress: Progress | None = None
+) -> package.Unpublished:
+    """Export a model for a compile only.
+
+    The weights stay in the checkpoint's files, and nothing is hashed. The package lives as long as
+    both.
+
+    Args:
+        loaded: the model.
+        folder: a folder in scratch space, which is made.
+        features: the features of its graph.
+        progress: as for `export_model`.
+
+    Raises:
+        UnsupportedModelError, ParityError, QsampleError: as `export_model` does.
+    """
+    with _memory_errors(), metered(progress) as report, loaded.sources:
+        stages = Stages(report, _STAGE_SHARES)
+        folder = folder.absolute()
+        with full_disk_named(folder.parent):
+            folder.mkdir()
+            manifest = _write(loaded, folder, features, stages, refer=True)
+        files = {path.name: package.FileEntry("", path.stat().st_size) for path in folder.iterdir()}
+        stages.finish()
+        manifest = replace(manifest, files=files)
+        return package.Unpublished(folder, manifest, sources=loaded.sources)
+
+
 @contextmanager
-def _memory_named() -> Iterator[None]:
-    """Say that the memory was used up: torch, ONNX Runtime and the interpreter each report it in other words."""
+def _memory_errors() -> Iterator[None]:
+    """Turn errors of memory that is used up into a MemoryError with a remedy.
+
+    torch, ONNX Runtime and the interpreter each report it in other words.
+    """
     try:
         yield
     except (MemoryError, SystemError, OSError, RuntimeError, QsampleError) as error:
         causes = [error, error.__cause__, error.__context__]
-        if not any(
-            isinstance(cause, MemoryError) or _NO_MEMORY.search(str(cause))
-            for cause in causes
-            if cause
-        ):
+        if not any(cause is not None and _is_out_of_memory(cause) for cause in causes):
             raise
         raise MemoryError(
             f"the export ran out of memory ({' '.join(str(error).split())!s:.200}); end other programs, raise the "
@@ -158,10 +175,69 @@ def _memory_named() -> Iterator[None]:
         ) from error
 
 
-def _export(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    processor: ProcessorMixin | None,
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    return _OUT_OF_MEMORY_MESSAGES.search(str(error)) is not None
+
+
+def _write(
+    loaded: LoadedModel, folder: Path, features: Features, stages: Stages, *, refer: bool
+) -> package.Manifest:
+    """Write everything except the manifest of a package into `folder`, and return the manifest.
+
+    refer: as in `write_draft`.
+    """
+    origin, model = loaded.origin, loaded.model
+    source = package.Source(
+        origin.model_id,
+        origin.revision,
+        model.config.model_type,
+        type(model).__name__,
+        license=origin.license,
+    )
+    with _hashed_meanwhile(origin.files) as hashes:
+        manifest = _write_graphs(loaded, folder, features, source, stages, refer=refer)
+        source = replace(manifest.source, files=hashes.result())
+    packed = manifest.packed_weights
+    if packed is not None and origin.weight_type is not None:
+        packed = {**packed, "type": origin.weight_type}
+    return replace(manifest, source=source, packed_weights=packed)
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageSupport:
+    """How a model reads images.
+
+    Attributes:
+        shape: how images enter the decoder.
+        reference: what the model computes for a prompt with images.
+        blockwise: the layers in which the tokens of an image see each other.
+        settings: the manifest's `images`.
+    """
+
+    shape: ImageShape
+    reference: ImageReference
+    blockwise: frozenset[int]
+    settings: Mapping[str, Any]
+
+
+def _image_support(
+    model: PreTrainedModel, processor: ProcessorMixin, shape: ImageShape
+) -> _ImageSupport:
+    """Find out how `model` reads images, of which `shape` is known."""
+    settings = describe_images(processor, model.config)
+    images, shape = image_reference(model, processor, shape, _context_length(model))
+    blockwise = find_blockwise(model)
+    return _ImageSupport(replace(shape, blockwise=bool(blockwise)), images, blockwise, settings)
+
+
+def _context_length(model: PreTrainedModel) -> int | None:
+    return longest_context(model.config.get_text_config(decoder=True))
+
+
+def _write_graphs(
+    loaded: LoadedModel,
     folder: Path,
     features: Features,
     source: package.Source,
@@ -169,36 +245,40 @@ def _export(
     *,
     refer: bool,
 ) -> package.Manifest:
-    """Write all of a package but its manifest into `folder`, and return the manifest. refer: as in `write_draft`."""
+    """As `_write`, without the hashes of the checkpoint's files."""
+    model, tokenizer = loaded.model, loaded.tokenizer
     context = DecodeContext()
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)
     _check_settings(model)
-    image, blockwise, described = (
-        None if processor is None else image_shape(model),
-        frozenset[int](),
-        None,
-    )
+    image = None if loaded.processor is None else image_shape(model)
+    images = None
     with computing():
         expected = reference(model)
-        if processor is not None and image is not None:
-            described = describe_images(processor, model.config)
-            known = longest_context(model.config.get_text_config(decoder=True))
-            images, image = image_reference(model, processor, image, known)
-            expected, blockwise = replace(expected, images=images), find_blockwise(model)
-            image = replace(image, blockwise=bool(blockwise))
-        apply_transforms(model, context, images=image is not None)
+        if loaded.processor is not None and image is not None:
+            images = _image_support(model, loaded.processor, image)
+            expected = replace(expected, images=images.reference)
+        apply_transforms(model, context, images=images is not None)
     vocab_size = int(expected.logits[0].shape[-1])
     key_values, recurrent = state_shapes(model, context)
-    interface = Interface(vocab_size, key_values, dtype, features, recurrent=recurrent, image=image)
+    interface = Interface(
+        vocab_size,
+        key_values,
+        dtype,
+        features,
+        recurrent=recurrent,
+        image=None if images is None else images.shape,
+    )
     token_ids = _token_ids(model, tokenizer)
     _check_vocabulary(tokenizer, vocab_size)
     _save_model_files(model, tokenizer, folder)
-    if processor is not None:
-        processor.image_processor.save_pretrained(folder)
+    if loaded.processor is not None:
+        loaded.processor.image_processor.save_pretrained(folder)
 
     stages.begin(Stage.TRACING)
-    vision = {} if image is None else write_vision(model, folder, interface, refer=refer)
+    vision_figures: dict[str, Any] = {}
+    if images is not None:
+        vision_figures = write_vision(model, folder, interface, refer=refer)
     decoder = Decoder(model, context, interface)
     adapted = features.max_loras > 0
     traced = trace(decoder, interface.model, interface.sizes, decoder.layers, adapted=adapted)
@@ -208,25 +288,24 @@ def _export(
     outline_scans(traced)
     lower_experts(traced)
     align_row_sums(traced)
-    if blockwise:
-        see_whole_images(traced, blockwise)
+    if images is not None and images.blockwise:
+        see_whole_images(traced, images.blockwise)
+    plain_layers = len(interface.key_values) if context.buffered else len(context.masked)
     draft = Draft(
         traced,
         interface,
         expected,
         source,
         token_ids,
-        longest_context(model.config.get_text_config(decoder=True)),
+        _context_length(model),
         original="the eager model",
-        plain_attention_layers=len(interface.key_values)
-        if context.buffered
-        else len(context.masked),
+        plain_attention_layers=plain_layers,
         libraries=("torch", "transformers"),
-        images=described,
+        images=None if images is None else images.settings,
     )
-    del traced
+    del traced  # `write_draft` frees the graph
     manifest = write_draft(draft, folder, stages, refer=refer)
-    return replace(manifest, parity={**(manifest.parity or {}), **vision})
+    return replace(manifest, parity={**(manifest.parity or {}), **vision_figures})
 
 
 def _check_dtype(model: PreTrainedModel) -> str:
@@ -261,17 +340,20 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights as they are written."""
+    """The size of the weights as they are written."""
     quantized = list(quantized_layers(model))
     not_written = {layer.weight for layer, _ in quantized}
-    return sum(
-        _stored_bytes(weight) for weight in model.parameters() if weight not in not_written
-    ) + sum(weight.nbytes for _, weight in quantized)
+    size = sum(weight.nbytes for _, weight in quantized)
+    for weight in model.parameters():
+        if weight not in not_written:
+            size += _stored_bytes(weight)
+    return size
 
 
 def _stored_bytes(weight: torch.Tensor) -> int:
-    found = deferred(weight)
-    return weight.numel() * (weight.dtype if found is None else found.dtype).itemsize
+    meaning = deferred(weight)
+    dtype = weight.dtype if meaning is None else meaning.dtype
+    return weight.numel() * dtype.itemsize
 
 
 def _save_model_files(
@@ -279,7 +361,7 @@ def _save_model_files(
 ) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
-        # Without the checks of save_pretrained: many a model has a temperature and does not sample.
+        # save_pretrained would refuse models that state a temperature and do not sample.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -299,23 +381,27 @@ def _save_model_files(
 def _token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> package.TokenIds:
-    """The ids that the runtime needs: from generation_config, then config, then the tokenizer."""
+    """The ids that the runtime needs: from generation_config, else from config, else from the
+    tokenizer."""
+    text_config = model.config.get_text_config(decoder=True)
+    vocab_size = int(text_config.vocab_size)
 
-    def find(name: str) -> tuple[int, ...] | None:
-        for owner in (
-            model.generation_config,
-            model.config.get_text_config(decoder=True),
-            tokenizer,
-        ):
-            if (value := getattr(owner, name, None)) is not None:
+    def find(name: str) -> tuple[int, ...]:
+        for owner in (model.generation_config, text_config, tokenizer):
+            value = getattr(owner, name, None)
+            if value is not None:
                 return _ids(name, value)
-        return None
+        return ()
 
-    vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-    given = find("eos_token_id") or ()
+    def find_first(name: str) -> int | None:
+        known = [i for i in find(name) if 0 <= i < vocab_size]
+        return known[0] if known else None
+
+    given = find("eos_token_id")
     eos_ids = tuple(i for i in given if 0 <= i < vocab_size)
     if eos_ids != given:
-        # No row can sample the ids beyond; and the runtime refuses a generation_config that asks for them.
+        # No row can sample ids beyond the vocabulary, and the runtime refuses a generation_config
+        # that names them.
         left_out = ", ".join(str(i) for i in given if i not in eos_ids)
         warnings.warn(
             f"eos_token_id {left_out} is left out: the model's ids are 0 to {vocab_size - 1}",
@@ -323,18 +409,16 @@ def _token_ids(
         )
         if model.generation_config is not None:
             model.generation_config.eos_token_id = [*eos_ids] or None
-    # The first of several begins a text, and pads.
-    bos, pad = (
-        next((i for i in find(name) or () if 0 <= i < vocab_size), None)
-        for name in ("bos_token_id", "pad_token_id")
-    )
+    # If a configuration lists several ids, the first one counts.
+    bos = find_first("bos_token_id")
+    pad = find_first("pad_token_id")
     if pad is None:
         pad = eos_ids[0] if eos_ids else 0
     return package.TokenIds(pad=pad, bos=bos, eos=eos_ids)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    """A token id, or a list of them, as configurations state it."""
+    """The ids of a configuration, which states a token id or a list of token ids."""
     values = value if isinstance(value, list | tuple) else [value]
     if not all(map(is_integer, values)):
         raise QsampleError(
@@ -345,15 +429,15 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _hashed_meanwhile(files: Mapping[str, Path]) -> Iterator[Future[dict[str, str]]]:
-    """The sha256 of each file, computed by another thread: tracing leaves a processor idle."""
-    left = threading.Event()
+    """Compute the sha256 of each file in another thread: tracing leaves a processor idle."""
+    cancelled = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="qsample-hash") as pool:
         try:
-            yield pool.submit(_hash, files, left)
+            yield pool.submit(_hash, files, cancelled)
         finally:
-            left.set()
+            cancelled.set()
 
 
-def _hash(files: Mapping[str, Path], left: threading.Event) -> dict[str, str]:
-    """left: ends the work early; the result means nothing then."""
-    return {name: package.sha256_of(path) for name, path in files.items() if not left.is_set()}
+def _hash(files: Mapping[str, Path], cancelled: threading.Event) -> dict[str, str]:
+    """The sha256 of each file by its name; files are skipped once `cancelled` is set."""
+    return {name: package.sha256_of(path) for name, path in files.items() if not cancelled.is_set()}

@@ -32,7 +32,6 @@ from qsample.huggingface.facade import (
 from qsample.models.cache import Recipe, open_cached
 from qsample.package.package import (
     Package,
-    Unpublished,
     check_not_source,
     check_target,
     copy_package,
@@ -45,6 +44,7 @@ from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
+    from qsample.exporters.export import LoadedModel
     from qsample.runtime import CausalLM, GenerateOutput
     from qsample.runtime.adapters import Adapter
 
@@ -488,8 +488,8 @@ class SourceModel(Model):
         from qsample.exporters.export import export_model
 
         with scratch_near(path) as scratch:
-            model = self._load(None, scratch.new, progress)
-            return export_model(path=path, overwrite=overwrite, progress=progress, **model)
+            loaded = self._load(None, scratch.new, progress)
+            return export_model(loaded, path, self.features, overwrite=overwrite, progress=progress)
 
     @contextmanager
     def _portable(
@@ -502,27 +502,27 @@ class SourceModel(Model):
             exported = self.export(progress=progress)
             yield exported.package  # whose folder lives as long as `exported`
             return
-        from qsample.exporters.export import EXPORT_DTYPES, export_model
+        from qsample.exporters.export import EXPORT_DTYPES, export_unpublished
 
         with scratch_near(destination) as scratch:
             dtype = options.dtype if options.dtype in EXPORT_DTYPES else None
-            package = export_model(
-                **self._load(dtype, scratch.new, progress),  # nothing else holds the model
-                path=scratch.path / "portable",
-                publish=False,
+            package = export_unpublished(
+                self._load(dtype, scratch.new, progress),  # nothing else holds the model
+                scratch.path / "portable",
+                self.features,
                 progress=progress,
             )
-            assert isinstance(package, Unpublished)
             with package.sources:
                 yield package
 
     def _load(
         self, dtype: str | None, scratch: Path, progress: Progress | None = None
-    ) -> dict[str, Any]:
-        """The arguments of an export. dtype, scratch: as `Checkpoint.load` takes them."""
+    ) -> LoadedModel:
+        """The loaded checkpoint, to be exported. dtype, scratch: as `Checkpoint.load` takes them."""
         (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
+        from qsample.exporters.export import LoadedModel
 
         checkpoint = self._checkpoint
         assert checkpoint is not None
@@ -537,14 +537,7 @@ class SourceModel(Model):
             model = checkpoint.load(dtype, scratch, sources)
             origin = checkpoint.origin(sources)
         model.generation_config = settings or model.generation_config
-        return {
-            "model": model,
-            "tokenizer": tokenizer,
-            "processor": processor,
-            "features": self.features,
-            "sources": sources,
-            **origin,
-        }
+        return LoadedModel(model, tokenizer, origin, processor, sources)
 
     @staticmethod
     def _compare(

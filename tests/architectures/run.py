@@ -22,10 +22,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.checkpoints.source import check_kind
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.runtime import SamplingParams, load
 from tests.architectures.configs import VOCAB_SIZE, tiny_model
 from tests.architectures.packed import compile_packed
@@ -94,7 +95,7 @@ def run(model_type: str, *, compiled: bool = True) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "package"
         try:
-            package = export_model(model, None, path, Features(), model_id=model_type)
+            package = export_model(LoadedModel(model, None, Origin(model_type)), path, Features())
         except QsampleError as error:
             return row("refused", error)
         except Exception as error:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.models.model import PackagedModel
@@ -32,7 +33,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 
 def export(made: IntegerModel, path: Path, **features: Any) -> Package:
     features = {"sampler": False, **features}
-    return export_model(made.model, byte_tokenizer(), path, Features(**features), model_id="tiny")
+    loaded = LoadedModel(made.model, byte_tokenizer(), Origin("tiny"))
+    return export_model(loaded, path, Features(**features))
 
 
 def logits(package: Package) -> np.ndarray:

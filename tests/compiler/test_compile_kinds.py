@@ -10,10 +10,11 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
+from qsample.checkpoints.checkpoint import Origin
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.models.model import PackagedModel
@@ -46,9 +47,8 @@ def portable(
     if request.param in FAST:
         return PackagedModel(read_package(exported(request.param)))
     path = tmp_path_factory.mktemp(request.param) / "package"
-    package = export_model(
-        tiny_model(request.param), None, path, Features(), model_id=request.param
-    )
+    loaded = LoadedModel(tiny_model(request.param), None, Origin(request.param))
+    package = export_model(loaded, path, Features())
     return PackagedModel(package)
 
 

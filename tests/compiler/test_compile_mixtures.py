@@ -9,11 +9,12 @@ import onnx_ir as ir
 import pytest
 
 from qsample import AutoModelForCausalLM, cli
+from qsample.checkpoints.checkpoint import Origin
 from qsample.compiler.quantize.blocks import QuantizedWeight
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Features
 from qsample.errors import CompileError
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.models.model import PackagedModel
 from tests.helpers.mixtures import mixture
 
@@ -24,9 +25,8 @@ LENGTH = {"max_new_tokens": 8, "eos_token_id": ()}
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> PackagedModel:
     path = tmp_path_factory.mktemp("mixture") / "package"
-    return PackagedModel(
-        export_model(mixture("qwen2_moe"), None, path, Features(), model_id="mixture")
-    )
+    loaded = LoadedModel(mixture("qwen2_moe"), None, Origin("mixture"))
+    return PackagedModel(export_model(loaded, path, Features()))
 
 
 def operators(model: PackagedModel) -> list[str]:

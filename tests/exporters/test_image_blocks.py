@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
 from qsample.errors import ParityError
 from qsample.exporters import parity
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.exporters.huggingface_reference import reference
 from qsample.exporters.image_reference import image_reference
 from qsample.graph.image_blocks import cut_image_blocks
@@ -73,9 +74,8 @@ def vlm(shared_folder: Path) -> Callable[[str], tuple[Path, Path]]:
 def export(checkpoint: Path, path: Path) -> Package:
     open_reference.cache_clear()  # an export changes its model
     model, processor = open_reference(checkpoint)
-    package = export_model(
-        model, processor.tokenizer, path, Features(), processor=processor, model_id="tiny"
-    )
+    loaded = LoadedModel(model, processor.tokenizer, Origin("tiny"), processor)
+    package = export_model(loaded, path, Features())
     open_reference.cache_clear()
     return package
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.contract.interface import Features
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.exporters.portable import write_graphs
 from qsample.graph.join import cut_at_logits
 from qsample.graph.weights import load_graph
@@ -111,9 +112,8 @@ def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
 
 def export_without_sampler(model: PreTrainedModel, path: Path, **options: Any) -> Package:
     """Export `model`, for tests that the sampler does not matter to: tracing it takes most of the time."""
-    return export_model(
-        model, byte_tokenizer(), path, Features(sampler=False), model_id="tiny", **options
-    )
+    loaded = LoadedModel(model, byte_tokenizer(), Origin("tiny"))
+    return export_model(loaded, path, Features(sampler=False), **options)
 
 
 def with_features(source: Package, path: Path, features: Features) -> None:

@@ -72,10 +72,8 @@ def test_a_file_is_the_model_that_it_was_written_of(
         )
     np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
     origin = checkpoint.origin(SourceFiles())
-    assert (origin["model_id"], origin["files"]) == (
-        "model.gguf",
-        {"model.gguf": tmp_path / "model.gguf"},
-    )
+    assert origin.model_id == "model.gguf"
+    assert origin.files == {"model.gguf": tmp_path / "model.gguf"}
     if "mlp.down_proj.weight" in str(list(checkpoint.outline.shapes)):
         mapped = deferred(loaded.get_parameter("model.layers.1.mlp.down_proj.weight"))
         assert mapped is not None
@@ -201,10 +199,8 @@ def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16"])
 def test_the_type_of_most_weights(kind: str, tmp_path: Path) -> None:
-    assert (
-        opened(tiny_lm_gguf(tmp_path / "model.gguf", kind)).origin(SourceFiles())["weight_type"]
-        == kind
-    )
+    checkpoint = opened(tiny_lm_gguf(tmp_path / "model.gguf", kind))
+    assert checkpoint.origin(SourceFiles()).weight_type == kind
 
 
 def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> None:

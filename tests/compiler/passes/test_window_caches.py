@@ -13,6 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from qsample.checkpoints.checkpoint import Origin
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.passes.window_caches import SLACK, slide_windows
@@ -20,7 +21,7 @@ from qsample.compiler.plan import make_plan
 from qsample.compiler.targets import find_target
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Features, ImageShape
-from qsample.exporters.export import export_model
+from qsample.exporters.export import LoadedModel, export_model
 from qsample.graph.gqa import attentions
 from qsample.package.package import Package, read_package
 from qsample.runtime import Engine, SamplingParams, load
@@ -211,7 +212,9 @@ def packages(kind: str, shared_folder: Path) -> Callable[..., Path]:
     portable = made_once(
         shared_folder / f"{kind}-of-windows",
         lambda path: export_model(
-            random_model(kind, **SIZES), byte_tokenizer(), path, Features(), model_id="tiny"
+            LoadedModel(random_model(kind, **SIZES), byte_tokenizer(), Origin("tiny")),
+            path,
+            Features(),
         ),
     )
 
