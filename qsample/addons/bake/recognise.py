@@ -1,4 +1,7 @@
-"""A decoder file enters; its graph leaves with the meaning of its inputs and outputs, or a line that refuses it."""
+"""A decoder file enters; its graph leaves with the meaning of its inputs and outputs.
+
+A file that cannot be baked is refused in a single line.
+"""
 
 from __future__ import annotations
 
@@ -45,33 +48,41 @@ from qsample.graph.edit import reads
 from qsample.graph.gqa import Slot
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 
-# Operators of ONNX Runtime for which a file may have functions.
-_OPERATORS: Final = (
-    *("CausalConvWithState", "LinearAttention"),
-    *("SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits"),
+# Operators of ONNX Runtime that a file may define again, as functions.
+_OPERATORS_WITH_FUNCTIONS: Final = (
+    "CausalConvWithState",
+    "LinearAttention",
+    "SkipSimplifiedLayerNormalization",
+    "SkipLayerNormalization",
+    "MatMulNBits",
 )
-_UNITS: Final = ("rows", "tokens")  # of the axes of input_ids
-_MOST_NODES: Final = 50_000  # a graph of 100 layers has half of that
+_AXES_OF_IDS: Final = ("rows", "tokens")
+_MAX_NODES: Final = 50_000  # twice the nodes of a graph with 100 layers
 
 
 def load(path: Path) -> ir.Model:
-    """The model in `path`, without functions, its constants as initializers; weights next to it stay mapped. A function
-    that says, for other runtimes, what an operator of ONNX Runtime computes stays an operator."""
+    """The model in `path`, without functions and with its constants as initializers.
+
+    Weights next to the file stay mapped. An operator of ONNX Runtime stays an operator, even if the
+    file has a function that defines it for other runtimes.
+
+    Raises:
+        UnsupportedModelError: the file is not an ONNX file, or its functions cannot be inlined.
+    """
+    # The library would print the file's names to the log; errors are reported below.
     log = logging.getLogger("onnx_ir.serde")
-    before, log.disabled = (
-        log.disabled,
-        True,
-    )  # it prints names as they are; what is wrong is refused below
+    was_disabled = log.disabled
+    log.disabled = True
     try:
         model = ir.load(path)
-    except Exception as error:  # protobuf raises kinds unknown here
+    except Exception as error:  # protobuf's exceptions have no common base class
         raise UnsupportedModelError(
             f"{path} is not an ONNX file ({type(error).__name__}: {error!s:.200})"
         ) from error
     finally:
-        log.disabled = before
+        log.disabled = was_disabled
     for domain, name, overload in list(model.functions):
-        if domain == CONTRIB_DOMAIN and name in _OPERATORS:
+        if domain == CONTRIB_DOMAIN and name in _OPERATORS_WITH_FUNCTIONS:
             del model.functions[domain, name, overload]
     if model.functions:
         _inline(path, model)
@@ -82,21 +93,21 @@ def load(path: Path) -> ir.Model:
 
 
 def _read_sizes(graph: ir.Graph) -> None:
-    """Make sizes of axes numbers, in place: torch's exporter writes some as names ("2")."""
-    for value in (
-        *graph.inputs,
-        *graph.outputs,
-        *(output for node in graph for output in node.outputs),
-    ):
+    """Turn names of axes that are numbers into numbers, in place: torch's exporter writes some
+    sizes as "2"."""
+    values = [*graph.inputs, *graph.outputs]
+    for node in graph:
+        values += node.outputs
+    for value in values:
         if value.shape is not None and any(str(dim).isdecimal() for dim in value.shape):
-            value.shape = ir.Shape(
-                [int(str(dim)) if str(dim).isdecimal() else dim for dim in value.shape]
-            )
+            dims = [int(str(dim)) if str(dim).isdecimal() else dim for dim in value.shape]
+            value.shape = ir.Shape(dims)
 
 
 @contextmanager
 def graph_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the graph's libraries, and of a rewrite at an operator unlike its definition, into a refusal."""
+    """Turn errors of the graph's libraries, and of a rewrite of a malformed operator, into a
+    refusal."""
     try:
         yield
     except (QsampleError, OSError, MemoryError):
@@ -105,27 +116,25 @@ def graph_errors(path: Path) -> Iterator[None]:
         raise refusal(
             path,
             f"its graph is not as its operators are defined ({type(error).__name__}: {error!s:.200})",
-        ) from (error)
+        ) from error
 
 
 def _inline(path: Path, model: ir.Model) -> None:
     """Put the bodies of functions in place of their calls."""
-    calls = {
-        name: Counter(node.op_identifier() for node in function.all_nodes())
-        for name, function in model.functions.items()
-    }
+    calls: dict[ir.OperatorIdentifier, Counter[ir.OperatorIdentifier]] = {}
+    for name, function in model.functions.items():
+        calls[name] = Counter(node.op_identifier() for node in function.all_nodes())
+    called_functions = {name: called.keys() & calls.keys() for name, called in calls.items()}
     sizes: dict[ir.OperatorIdentifier, int] = {}
     try:
-        for name in TopologicalSorter(
-            {name: called.keys() & calls.keys() for name, called in calls.items()}
-        ).static_order():
+        for name in TopologicalSorter(called_functions).static_order():
             sizes[name] = sum(count * sizes.get(called, 1) for called, count in calls[name].items())
     except CycleError:
         raise refusal(path, "its functions call one another in a circle") from None
     total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
-    if total > _MOST_NODES:
+    if total > _MAX_NODES:
         raise refusal(
-            path, f"its functions stand for {total} nodes, and bake reads at most {_MOST_NODES}"
+            path, f"its functions stand for {total} nodes, and bake reads at most {_MAX_NODES}"
         )
     try:
         common_passes.InlinePass()(model)
@@ -138,32 +147,73 @@ def _inline(path: Path, model: ir.Model) -> None:
 def recognise(
     path: Path, model: ir.Model, *, head_dim: int | None = None, vocab_size: int | None = None
 ) -> ForeignGraph:
-    """Recognise the inputs and outputs of `model`, the file at `path`; UnsupportedModelError, in a single line, if it
-    cannot be baked. head_dim, vocab_size: by its configuration."""
+    """Recognise the inputs and outputs of a decoder.
+
+    Args:
+        path: the file of the decoder.
+        model: the model in that file, as `load` returns it; some casts and copies are removed in
+            place.
+        head_dim: the size of a head, if the configuration states it.
+        vocab_size: the size of the vocabulary, if the configuration states it.
+
+    Raises:
+        UnsupportedModelError: the decoder cannot be baked; the message is a single line.
+    """
+    graph = model.graph
     _check_inputs(path, model)
     _check_operators(path, model)
-    graph = model.graph
+    _check_opset(path, graph)
+    logits = _logits(path, graph)
+    changed = _drop_copied_scalars(graph)
+    if all(value.name in CALLS for value in graph.inputs):
+        raise refusal(
+            path,
+            "it has no cache; take the file with past_key_values among its inputs (optimum: "
+            "text-generation-with-past)",
+        )
+    recurrences = _recurrences(path, graph)
+    caches = _caches(path, graph, recurrences)
+    if _narrow_caches(graph, caches):
+        changed = True
+    attentions = gqa.attentions(graph)
+    if attentions:
+        layers = _operator_layers(path, graph, attentions, head_dim)
+    else:
+        layers = _plain_layers(path, caches, set(graph.outputs))
+    _check_all_read(path, caches, layers)
+    dtype = _cache_dtype(path, caches)
+    size = _vocab_size(graph, logits, vocab_size)
+    if size is None:
+        raise refusal(
+            path, "no file states the size of its vocabulary; put its config.json next to it"
+        )
+    ordered = tuple(sorted(layers, key=lambda layer: layer.number))
+    return ForeignGraph(path, model, ordered, logits, size, dtype, changed, recurrences)
+
+
+def _check_opset(path: Path, graph: ir.Graph) -> None:
     opset = graph.opset_imports.get("", 0)
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise refusal(
             path, f"its opset is {opset}; export it with {OLDEST_OPSET} to {NEWEST_OPSET}"
         )
+
+
+def _logits(path: Path, graph: ir.Graph) -> ir.Value:
+    """The output with the logits."""
     named = {str(value.name): value for value in graph.outputs}
     if LOGITS not in named:
         raise refusal(
             path,
             f"it has no output {LOGITS}, only {', '.join(list(named)[:3])}; take the decoder with its head",
         )
-    copied = _drop_copied(graph)
-    caches = [value for value in graph.inputs if value.name not in CALLS]
-    if not caches:
-        raise refusal(
-            path,
-            "it has no cache; take the file with past_key_values among its inputs (optimum: text-generation-with-past)",
-        )
-    recurrences = _recurrences(path, graph)
+    return named[LOGITS]
+
+
+def _caches(path: Path, graph: ir.Graph, recurrences: Iterable[Recurrence]) -> list[ir.Value]:
+    """The inputs that hold keys or values."""
     states = {recurrence.past for recurrence in recurrences}
-    caches = [value for value in caches if value not in states]
+    caches = [value for value in graph.inputs if value.name not in CALLS and value not in states]
     for value in caches:
         if re.fullmatch(RECURRENT, str(value.name)):
             raise refusal(
@@ -172,9 +222,8 @@ def recognise(
                 "alone, so that padding would change it; export the checkpoint with `qsample export`",
             )
         rank = 0 if value.shape is None else len(value.shape)
-        if rank != BY_HEAD and (
-            rank != FLAT or all(node.op_type != "TensorScatter" for node, _ in value.uses())
-        ):
+        is_scattered = any(node.op_type == "TensorScatter" for node, _ in value.uses())
+        if rank != BY_HEAD and not (rank == FLAT and is_scattered):
             raise refusal(
                 path,
                 f"its input {value.name} is neither a known input nor keys or values [B, heads, tokens, size]",
@@ -183,86 +232,83 @@ def recognise(
         raise refusal(
             path, "none of its layers attends; export the checkpoint with `qsample export`"
         )
-    attentions = gqa.attentions(graph)
-    changed = _narrow_caches(graph, caches) or copied
-    if attentions:
-        layers = _operator_layers(path, graph, attentions, head_dim)
-    else:
-        layers = _plain_layers(path, caches, set(graph.outputs))
-    unused = {str(value.name) for value in caches} - {
-        str(value.name) for layer in layers for value in layer.pasts
-    }
+    return caches
+
+
+def _check_all_read(path: Path, caches: Iterable[ir.Value], layers: Iterable[Layer]) -> None:
+    """Refuse a cache that belongs to none of the layers."""
+    unused = {str(value.name) for value in caches}
+    for layer in layers:
+        unused -= {str(value.name) for value in layer.pasts}
     if unused:
         raise refusal(path, f"its input {min(unused)} is a state that no attention reads")
+
+
+def _cache_dtype(path: Path, caches: Iterable[ir.Value]) -> ir.DataType:
     dtypes = {value.dtype for value in caches}
     if len(dtypes) > 1 or not dtypes <= {*FLOATS}:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise refusal(
             path, f"its cache is {found}; this machine's CPU checks float32 and float16 caches"
         )
-    size = _vocab_size(graph, named[LOGITS], vocab_size)
-    if size is None:
-        raise refusal(
-            path, "no file states the size of its vocabulary; put its config.json next to it"
-        )
     dtype = next(iter(dtypes))
     assert dtype is not None
-    ordered = tuple(sorted(layers, key=lambda layer: layer.number))
-    return ForeignGraph(path, model, ordered, named[LOGITS], size, dtype, changed, recurrences)
+    return dtype
 
 
-def _drop_copied(graph: ir.Graph) -> bool:
-    """Take away scalar inputs that are only copied to outputs, in place: transformers' exporter hands the size of a
-    window through. Returns whether there were any."""
-    copies = [
-        (value, node)
-        for value in graph.inputs
-        if value.shape is not None and not len(value.shape)
-        for node in [use[0] for use in value.uses()]
-        if len(value.uses()) == 1
-        and node.op_type == "Identity"
-        and node.outputs[0].is_graph_output()
-    ]
-    for value, node in copies:
-        graph.outputs.remove(node.outputs[0])
-        graph.remove(node, safe=True)
-        graph.inputs.remove(value)
-    return bool(copies)
+def _drop_copied_scalars(graph: ir.Graph) -> bool:
+    """Remove scalar inputs that are only copied to outputs, in place; returns whether there were
+    any.
+
+    transformers' exporter passes the size of a window through the graph.
+    """
+    changed = False
+    for value in list(graph.inputs):
+        is_scalar = value.shape is not None and len(value.shape) == 0
+        users = [node for node, _ in value.uses()]
+        if not is_scalar or len(users) != 1:
+            continue
+        node = users[0]
+        if node.op_type == "Identity" and node.outputs[0].is_graph_output():
+            graph.outputs.remove(node.outputs[0])
+            graph.remove(node, safe=True)
+            graph.inputs.remove(value)
+            changed = True
+    return changed
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:
-    """Make caches float16, in place, if they are cast to it after their inputs and back before their outputs: nothing
-    is lost. Returns whether anything changed."""
+    """Make float32 caches float16, in place; returns whether anything changed.
+
+    Only caches that the graph casts to float16 behind their inputs, and back before their outputs,
+    are changed, so that nothing is lost."""
     narrowed = False
     for past in caches:
         casts = [node for node, _ in past.uses()]
-        half = (
-            past.dtype == ir.DataType.FLOAT
-            and casts
-            and all(_casts_to(node, ir.DataType.FLOAT16) for node in casts)
-        )
-        if not half:
+        if past.dtype != ir.DataType.FLOAT or not casts:
+            continue
+        if not all(_casts_to(node, ir.DataType.FLOAT16) for node in casts):
             continue
         for node in casts:
             node.outputs[0].replace_all_uses_with(past)
             graph.remove(node, safe=True)
         past.type = ir.TensorType(ir.DataType.FLOAT16)
         narrowed = True
+    if not narrowed:
+        return False
     for index, present in enumerate(graph.outputs):
-        made = present.producer()
-        if (
-            narrowed
-            and present.name != LOGITS
-            and made is not None
-            and _casts_to(made, ir.DataType.FLOAT)
-        ):
-            source = made.inputs[0]
-            assert source is not None
-            name, present.name = present.name, f"{present.name}.wide"
-            source.name, source.shape = name, present.shape
-            source.type = ir.TensorType(ir.DataType.FLOAT16)
-            graph.outputs[index] = source
-    return narrowed
+        cast = present.producer()
+        if present.name == LOGITS or cast is None or not _casts_to(cast, ir.DataType.FLOAT):
+            continue
+        source = cast.inputs[0]
+        assert source is not None
+        name = present.name
+        present.name = f"{name}.wide"
+        source.name = name
+        source.shape = present.shape
+        source.type = ir.TensorType(ir.DataType.FLOAT16)
+        graph.outputs[index] = source
+    return True
 
 
 def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
@@ -278,7 +324,8 @@ def _check_inputs(path: Path, model: ir.Model) -> None:
     if IDS not in names:
         raise refusal(path, f"it has no input {IDS}, only {', '.join(names[:3])}")
     shape = next(value.shape for value in model.graph.inputs if value.name == IDS)
-    fixed = [unit for dim, unit in zip(shape or (), _UNITS, strict=False) if isinstance(dim, int)]
+    dims = list(shape or ())
+    fixed = [axis for axis, dim in zip(_AXES_OF_IDS, dims, strict=False) if isinstance(dim, int)]
     if fixed:
         raise refusal(
             path,
@@ -295,16 +342,13 @@ def _check_operators(path: Path, model: ir.Model) -> None:
     )
     for operator, why in REFUSED_OPERATORS.items():
         if operator in counts:
-            raise refusal(
-                path, why.format(operator) + (_other_files(path) if why is DYNAMIC else "")
-            )
+            advice = _other_files(path) if why is DYNAMIC else ""
+            raise refusal(path, why.format(operator) + advice)
     for node in model.graph:
-        inner = [
-            attribute
-            for attribute in node.attributes.values()
-            if attribute.type == ir.AttributeType.GRAPH
-        ]
-        if inner and any(
+        has_branches = any(
+            attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()
+        )
+        if has_branches and any(
             value.is_graph_input() and value.name not in CALLS for value in reads(node)
         ):
             raise refusal(
@@ -314,7 +358,7 @@ def _check_operators(path: Path, model: ir.Model) -> None:
 
 
 def _other_files(path: Path) -> str:
-    """Advice: the files next to `path` without dynamic quantization."""
+    """The advice to take a file next to `path` without dynamic quantization."""
     others = [
         file.name
         for file in sorted(path.parent.glob("*.onnx"))
@@ -326,10 +370,12 @@ def _other_files(path: Path) -> str:
 def _operator_layers(
     path: Path, graph: ir.Graph, attentions: list[ir.Node], head_dim: int | None
 ) -> list[Layer]:
+    """The layers of a graph that attends through GroupQueryAttention."""
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     layers = []
     for index, node in enumerate(attentions):
-        key, value = gqa.get_input(node, Slot.PAST_KEY), gqa.get_input(node, Slot.PAST_VALUE)
+        key = gqa.get_input(node, Slot.PAST_KEY)
+        value = gqa.get_input(node, Slot.PAST_VALUE)
         if key is None or value is None or key not in inputs or value not in inputs:
             raise refusal(path, f"{node.name} shares its cache with another layer, or has none")
         if (
@@ -354,65 +400,62 @@ def _operator_layers(
 
 
 def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
-    """D of a GroupQueryAttention, by its cache, its rotary table or its input."""
+    """D of a GroupQueryAttention, by its cache or the width of its input; None if unknown."""
     assert past.shape is not None
-    if isinstance(size := past.shape[3], int):
+    size = past.shape[3]
+    if isinstance(size, int):
         return size
-    heads, grouped = (
-        node.attributes.get_int("num_heads", 0),
-        node.attributes.get_int("kv_num_heads", 0),
-    )
-    packed = node.inputs[Slot.KEY] is None
-    source, parts = (
-        (node.inputs[Slot.QUERY], heads + 2 * grouped)
-        if packed
-        else (node.inputs[Slot.KEY], grouped)
-    )
+    heads = node.attributes.get_int("num_heads", 0)
+    kv_heads = node.attributes.get_int("kv_num_heads", 0)
+    source, parts = node.inputs[Slot.KEY], kv_heads
+    if source is None:  # queries, keys and values are packed into one tensor
+        source, parts = node.inputs[Slot.QUERY], heads + 2 * kv_heads
     if source is None or not parts:
         return None
-    if (
-        source.shape is not None
-        and len(source.shape) == 3
-        and isinstance(width := source.shape[2], int)
-    ):
-        return width // parts
+    if source.shape is not None and len(source.shape) == 3:
+        width = source.shape[2]
+        if isinstance(width, int):
+            return width // parts
     columns = _columns(source.producer())
     return None if columns is None else columns // parts or None
 
 
 def _recurrences(path: Path, graph: ir.Graph) -> tuple[Recurrence, ...]:
-    """The operators whose states are inputs and outputs of the graph, by their layers."""
-    outputs, found = set(graph.outputs), []
-    for index, node in enumerate(node for node in graph if is_contrib(node, *STATES)):
+    """The operators whose states are inputs and outputs of the graph, in the order of their
+    layers."""
+    outputs = set(graph.outputs)
+    nodes = [node for node in graph if is_contrib(node, *STATES)]
+    found = []
+    for index, node in enumerate(nodes):
         past = node.inputs[STATE] if len(node.inputs) > STATE else None
         present = node.outputs[1] if len(node.outputs) > 1 else None
-        alone = (
-            past is not None
-            and past.is_graph_input()
-            and [user for user, _ in past.uses()] == [node]
-        )
-        if past is None or present is None or not alone or present not in outputs:
+        if past is None or present is None or present not in outputs or not _is_private(past, node):
             raise refusal(
                 path, f"{node.name} does not keep a state of its own; export it with its states"
             )
-        shape = tuple(size for size in list(past.shape or ())[1:] if isinstance(size, int))
-        if (
-            past.dtype not in FLOATS
-            or not shape
-            or past.shape is None
-            or len(shape) != len(past.shape) - 1
-        ):
+        dims = list(past.shape or ())[1:]
+        shape = tuple(size for size in dims if isinstance(size, int))
+        if past.dtype not in FLOATS or not shape or len(shape) != len(dims):
             raise refusal(
                 path, f"its state {past.name} has no fixed shape, or is not float32 or float16"
             )
-        kind, number = STATES[node.op_type], layer_number(past, index)
+        kind = STATES[node.op_type]
+        number = layer_number(past, index)
         found.append(Recurrence(number, kind, shape, past.dtype, node, past, present))
-    return tuple(sorted(found, key=lambda each: each.number))
+    return tuple(sorted(found, key=lambda recurrence: recurrence.number))
+
+
+def _is_private(past: ir.Value, node: ir.Node) -> bool:
+    """Whether `past` is an input of the graph that only `node` reads."""
+    return past.is_graph_input() and [user for user, _ in past.uses()] == [node]
 
 
 def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value]) -> list[Layer]:
-    """Caches that grow by a Concat or inside ONNX's Attention, or that TensorScatter writes into; their names
-    distinguish keys from values."""
+    """The layers whose caches grow by a Concat or inside ONNX's Attention, or that TensorScatter
+    writes into.
+
+    The names of the caches distinguish keys from values.
+    """
     keys: dict[int, _Cache] = {}
     values: dict[int, _Cache] = {}
     for index, past in enumerate(pasts):
@@ -437,12 +480,13 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
     for number, key in keys.items():
         value = values[number]
         assert key.past.shape is not None
-        width = key.past.shape[-1]
+        size = key.past.shape[-1]
         if len(key.past.shape) == BY_HEAD:
-            heads, size = key.past.shape[1], width
+            heads = key.past.shape[1]
         else:
             heads = _heads(key.present) or 0
-            size = width // heads if isinstance(width, int) and heads else width
+            if isinstance(size, int) and heads:
+                size //= heads
         if not isinstance(heads, int) or not isinstance(size, int) or not heads:
             raise refusal(path, f"{key.past.name} has no fixed number and size of heads")
         new = None if key.new is None or value.new is None else (key.new, value.new)
@@ -454,7 +498,15 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
 
 
 class _Cache(NamedTuple):
-    """Keys or values; the fields as in `Layer`."""
+    """The cache of a layer's keys or values.
+
+    Attributes:
+        past: the graph's input.
+        present: the graph's output.
+        new: the keys or values of the new tokens, if the file shows them.
+        new_is_flat: whether `new` is [B, S, heads * head_dim].
+        size: the tokens of a cache of fixed size; None if it grows.
+    """
 
     past: ir.Value
     present: ir.Value
@@ -464,7 +516,7 @@ class _Cache(NamedTuple):
 
 
 def _cache(past: ir.Value) -> _Cache | None:
-    """The cache that `past` belongs to; None if it is kept in no known way."""
+    """The cache that `past` belongs to; None if nothing known writes into it."""
     assert past.shape is not None
     is_flat = len(past.shape) == FLAT
     for node, place in past.uses():
@@ -474,17 +526,26 @@ def _cache(past: ir.Value) -> _Cache | None:
             heads = node.attributes.get_int("q_num_heads", 0)
             return _Cache(past, node.outputs[place - 3], node.inputs[place - 3], heads > 0)
         if node.op_type == "TensorScatter" and place == 0:
-            tokens = 1 if is_flat else 2
-            axis = node.attributes.get_int("axis", -2)
-            start = node.inputs[2] if len(node.inputs) > 2 else None
-            is_linear = node.attributes.get_string("mode", "linear") == "linear"
-            size = past.shape[tokens]
-            is_known = (
-                start is not None and start.name == WRITE and (axis - tokens) % len(past.shape) == 0
-            )
-            if is_known and is_linear and isinstance(size, int):
-                return _Cache(past, node.outputs[0], node.inputs[1], is_flat, size)
+            cache = _scattered_cache(past, node, is_flat)
+            if cache is not None:
+                return cache
     return None
+
+
+def _scattered_cache(past: ir.Value, scatter: ir.Node, is_flat: bool) -> _Cache | None:
+    """The cache of fixed size into which a TensorScatter writes, if it writes at the input
+    `WRITE`."""
+    assert past.shape is not None
+    tokens_axis = 1 if is_flat else 2
+    axis = scatter.attributes.get_int("axis", -2)
+    mode = scatter.attributes.get_string("mode", "linear")
+    start = scatter.inputs[2] if len(scatter.inputs) > 2 else None
+    size = past.shape[tokens_axis]
+    if start is None or start.name != WRITE or mode != "linear" or not isinstance(size, int):
+        return None
+    if (axis - tokens_axis) % len(past.shape) != 0:
+        return None
+    return _Cache(past, scatter.outputs[0], scatter.inputs[1], is_flat, size)
 
 
 def _heads(keys: ir.Value) -> int | None:
@@ -494,12 +555,16 @@ def _heads(keys: ir.Value) -> int | None:
         for node, _ in keys.uses()
         if is_onnx_attention(node)
     }
-    return found.pop() or None if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    return found.pop() or None
 
 
 def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | None:
-    """V of the logits' shape or of the head's weights, else `stated` by the configuration."""
-    if logits.shape is not None and isinstance(size := logits.shape[-1], int):
+    """V of the logits' shape or of the head's weights, else the size `stated` by the
+    configuration."""
+    size = None if logits.shape is None else logits.shape[-1]
+    if isinstance(size, int):
         return size
     node = logits.producer()
     while node is not None and node.op_type in ("Cast", "Mul", "Div", "Tanh", "Identity"):
@@ -512,14 +577,14 @@ def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | 
 
 def _columns(product: ir.Node | None) -> int | None:
     """N of a product [..., K] x [K, N]; None if unknown."""
-    if product is not None and product.op_type == "MatMulNBits":
+    if product is None:
+        return None
+    if product.op_type == "MatMulNBits":
         return product.attributes.get_int("N", 0) or None
-    weight = (
-        product.inputs[1]
-        if product is not None and product.op_type in ("MatMul", "FusedMatMul", "Gemm")
-        else None
-    )
-    if product is None or weight is None or weight.shape is None or len(weight.shape) != 2:
+    if product.op_type not in ("MatMul", "FusedMatMul", "Gemm"):
+        return None
+    weight = product.inputs[1]
+    if weight is None or weight.shape is None or len(weight.shape) != 2:
         return None
     size = weight.shape[0 if product.attributes.get_int("transB", 0) else 1]
     return size if isinstance(size, int) else None

@@ -76,9 +76,9 @@ def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         load(path)
     path = written(tmp_path, f"{HEAD} {{ m = mine.F1(x)  y = Abs(m) }} {' '.join(functions)}")
-    monkeypatch.setattr(recognition, "_MOST_NODES", 5)
+    monkeypatch.setattr(recognition, "_MAX_NODES", 5)
     assert len(list(load(path).graph)) == 5
-    monkeypatch.setattr(recognition, "_MOST_NODES", 4)
+    monkeypatch.setattr(recognition, "_MAX_NODES", 4)
     with pytest.raises(UnsupportedModelError, match="for 5 nodes"):
         load(path)
 
