@@ -18,6 +18,7 @@ import pytest
 from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     Form,
+    Grammar,
     GrammarGuide,
     Grammars,
     InvalidGrammarError,
@@ -41,7 +42,7 @@ def trial(bundled_model: CausalLM) -> Iterator[Trial]:
     arguments = TokenizerArguments(
         tokenizer=tokenizer.to_json(), n_vocab=bundled_model.interface.vocab_size, eos_token=[2]
     )
-    made = Trial(lambda: arguments, seconds=600)
+    made = Trial(lambda: arguments, max_seconds=600)
     yield made
     made.stop()
 
@@ -57,13 +58,13 @@ def test_what_goes_too_far_ends_alone(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, form: Form, seconds: float, reason: str
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "_seconds", seconds)
+        patched.setattr(trial, "_max_seconds", seconds)
         assert reason in str(trial.refusal(grammar_of(form)))
     assert trial.refusal(grammar_of(Form("regex", "[a-z]+"))) is None
 
 
 def test_an_invalid_grammar_is_left_to_the_server(trial: Trial) -> None:
-    assert trial.refusal("start: missing") is None
+    assert trial.refusal(Grammar("start: missing")) is None
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def grammars(bundled_model: CausalLM) -> Any:
     """A grammar may take as long as a busy machine needs: none ends by itself."""
     made = Grammars(bundled_model)
     for trial in [made._idle_trials.get() for _ in range(made._idle_trials.qsize())]:
-        trial._seconds = 600
+        trial._max_seconds = 600
         made._idle_trials.put(trial)
     yield made
     made.close()
@@ -153,7 +154,7 @@ def test_gbnf_is_translated_elsewhere(grammars: Grammars, monkeypatch: pytest.Mo
 def test_a_grammar_that_failed_is_tried_again(
     error: type[BaseException], regex: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_(self: Grammars, grammar: str) -> Any:
+    def compile_(self: Grammars, grammar: Grammar) -> Any:
         raise error("for now")
 
     async def run() -> GrammarGuide:
@@ -210,7 +211,7 @@ def test_calls_follow_the_functions(
     grammar = grammar_of(Form(kind, {"f": f | {"x-guidance": {}}, "g.h": {"type": "object"}}))
     assert bundled_model.tokenizer is not None
     tokenizer = llguidance.LLTokenizer(bundled_model.tokenizer.to_json(), eos_token=[1])
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    matcher = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0)
     tokens = tokenizer.tokenize_str(text)
     assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == whole
 
@@ -226,7 +227,7 @@ def test_a_grammar_is_compiled_once_and_elsewhere(
     grammars, threads = Grammars(bundled_model), []
     plain = Grammars._compile
 
-    def compile_(self: Grammars, grammar: str) -> Any:
+    def compile_(self: Grammars, grammar: Grammar) -> Any:
         threads.append(threading.get_ident())
         return plain(self, grammar)
 
@@ -251,7 +252,7 @@ def test_a_grammar_is_compiled_once_and_elsewhere(
     grammars.close()
     assert len(threads) == 1 + 2 + 70
     assert threading.get_ident() not in threads
-    assert len(grammars._compilations) == 64
+    assert len(grammars._cache) == 64
 
 
 def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
@@ -260,16 +261,16 @@ def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
         asked = [
             asyncio.ensure_future(grammars.guide(grammar_of(Form("regex", SLOW)))) for _ in range(2)
         ]
-        while not (tried := list(grammars._busy_trials.values())) or tried[0]._process is None:
+        while not (tried := list(grammars._running_trials.values())) or tried[0]._process is None:
             await asyncio.sleep(0.01)
         process = tried[0]._process
         asked[0].cancel()
         await asyncio.sleep(0.1)
-        assert len(grammars._busy_trials) == 1, "the other waits"
+        assert len(grammars._running_trials) == 1, "the other waits"
         asked[1].cancel()
-        while grammars._busy_trials:
+        while grammars._running_trials:
             await asyncio.sleep(0.01)
-        assert not grammars._waiting
+        assert not grammars._num_waiting
         assert process.wait(60) == -signal.SIGKILL, "by itself it runs out of memory"
 
     asyncio.run(asyncio.wait_for(run(), 120))
