@@ -34,7 +34,7 @@ from qsample.addons.serve.chats import (
 from qsample.addons.serve.choices import ChatChoice, CompletionChoice
 from qsample.addons.serve.http import (
     MESSAGES_PATH,
-    WITHOUT_A_KEY,
+    PATHS_WITHOUT_A_KEY,
     ApiError,
     ApiKeys,
     BodyLimit,
@@ -199,7 +199,7 @@ class _Server:
                 response_class=Response if document is None else JSONResponse,
                 responses={**(text if document is None else {}), "4XX": {"model": error}},
                 dependencies=[_KEY]
-                if self._settings.api_keys and path not in WITHOUT_A_KEY
+                if self._settings.api_keys and path not in PATHS_WITHOUT_A_KEY
                 else [],
             )
         for path, endpoint in (

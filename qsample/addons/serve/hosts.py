@@ -1,8 +1,9 @@
 """The names by which a client may call a server.
 
-A page of another site may have its own name lead to this machine (DNS rebinding), and a browser then lets it read what
-a server here answers. The browser's request still has the page's name, so a server of this machine alone refuses names
-that a stranger can own: all but addresses and the names that never leave a machine or its containers.
+The name of another site may lead to this machine (DNS rebinding), and a browser then lets the
+site's page read the answers of a server here. The browser's request still has the name of the site,
+so a server that is only for this machine refuses names that a stranger can own: all names except
+addresses and the names that never leave a machine or its containers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` is for this machine alone."""
+    """Whether only this machine reaches a server that listens on `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,13 +22,23 @@ def is_loopback(host: str) -> bool:
 
 
 def is_allowed(header: str, allowed: Collection[str] = ()) -> bool:
-    """Whether a Host header, perhaps with a port, is empty, an address, `localhost`, a name that ends with `.localhost`
-    or `.internal` (RFC 6761; ICANN's name for private networks), or one of `allowed`."""
+    """Whether a server answers to a Host header.
+
+    These headers are allowed: an empty header, addresses, `localhost`, names that end with
+    `.localhost` (RFC 6761) or `.internal` (ICANN's name for private networks), and `allowed`.
+
+    Args:
+        header: the value of the header, perhaps with a port.
+        allowed: further names.
+    """
     try:
         name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return False
+    if not header or name in allowed or f".{name}".endswith((".localhost", ".internal")):
+        return True
     try:
-        return not header or bool(ipaddress.ip_address(name))
+        ipaddress.ip_address(name)
     except ValueError:
-        return name in allowed or f".{name}".endswith((".localhost", ".internal"))
+        return False
+    return True

@@ -1,6 +1,8 @@
-"""HTTP around the endpoints: JSON, errors in OpenAI's form, ids and a log of requests, API keys, limits of bodies.
+"""HTTP around the endpoints: JSON, errors in OpenAI's form, ids and a log of requests, API keys,
+and limits of bodies.
 
-The middleware is plain ASGI: Starlette's @middleware("http") adds half as much time to each event of a stream.
+The middleware is plain ASGI: Starlette's @middleware("http") makes each event of a stream take half
+as long again.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedErro
 
 T = TypeVar("T")
 
-_TYPES: Final = {
+_OPENAI_ERROR_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -45,20 +47,20 @@ _TYPES: Final = {
     429: "rate_limit_error",
 }
 MESSAGES_PATH: Final = "/v1/messages"
-_ANTHROPICS: Final = {
-    **_TYPES,
+_ANTHROPIC_ERROR_TYPES: Final = {
+    **_OPENAI_ERROR_TYPES,
     413: "request_too_large",
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Arguments of the Python API → fields of requests with another name.
-_FIELDS: Final = {
+# Arguments of the Python API whose fields of requests have another name.
+_FIELDS_OF_ARGUMENTS: Final = {
     "adapter": "model",
     "min_new_tokens": "min_tokens",
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }
-WITHOUT_A_KEY: Final = frozenset(
+PATHS_WITHOUT_A_KEY: Final = frozenset(
     (
         "/",
         "/health",
@@ -71,35 +73,42 @@ WITHOUT_A_KEY: Final = frozenset(
         "/favicon.ico",
     )
 )
-_UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}  # parts of pydantic's paths
-_LOG: Final = logging.getLogger("uvicorn.error")  # the server's
-_RETRY_AFTER: Final = {"Retry-After": "1"}  # seconds; a slot is free again after some tokens
-# JSON leaves these as they are, and clients that read a stream with a function such as Python's splitlines end a line
-# at them.
-_LINE_ENDS: Final = str.maketrans(
+# pydantic's paths of errors have the names of a union's types.
+_UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}
+_SERVER_LOG: Final = logging.getLogger("uvicorn.error")
+# A slot is free again after some tokens.
+_RETRY_AFTER_A_SECOND: Final = {"Retry-After": "1"}
+# JSON leaves these characters as they are, and clients that read a stream with a function such as
+# Python's splitlines end a line at them.
+_ESCAPED_LINE_ENDS: Final = str.maketrans(
     {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 )
-_LONG_BODY: Final = 2**16  # bytes; parsing more takes milliseconds
-_TEXT_BODY: Final = 2**22  # bytes; longer bodies have images
-_BODIES_AT_ONCE: Final = 32  # of the largest size, up to that size
-_LONG_AT_ONCE: Final = 16  # of a larger size; a body is held until its answer ends
-_STRUCTURE: Final = (
-    b",",
-    b"[",
-    b"{",
-    b"\\",
-)  # what makes a body slow to parse; base64 has none of it
+# Parsing a longer body takes milliseconds.
+_MIN_LONG_BODY_BYTES: Final = 2**16
+# Longer bodies have images.
+_MAX_TEXT_BODY_BYTES: Final = 2**22
+# The number of the largest bodies that may be in memory together; a body is held until its answer
+# ends. The first number is for bodies of up to `_MAX_TEXT_BODY_BYTES`.
+_MAX_TEXT_BODIES_IN_MEMORY: Final = 32
+_MAX_BODIES_IN_MEMORY: Final = 16
+# These characters make a body slow to parse. Base64 has none of them.
+_STRUCTURAL_CHARACTERS: Final = (b",", b"[", b"{", b"\\")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_SHOWN_PATH: Final = 200  # characters
-_REASON: Final = "qsample.reason"  # why a request is refused; in its scope
+_MAX_LOGGED_CHARACTERS: Final = 200
+# The key of a request's scope under which the reason of its refusal stands.
+_REFUSAL_REASON: Final = "qsample.reason"
 
 
 def json_bytes(value: Any) -> bytes:
-    """`value` as compact JSON in UTF-8, on a line; lone surrogates become escapes, because UTF-8 cannot hold them.
-    Raises ValueError for NaN and infinities: JSON has none."""
+    """`value` as compact JSON in UTF-8, on a line. Lone surrogates become escapes, because UTF-8
+    cannot hold them.
+
+    Raises:
+        ValueError: the value has NaN or an infinity, which JSON does not have.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     if not text.isascii():
-        text = text.translate(_LINE_ENDS)
+        text = text.translate(_ESCAPED_LINE_ENDS)
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -111,8 +120,15 @@ def json_response(
 
 
 class ApiError(QsampleError):
-    """A request that is answered with an error: HTTP's `status`, and a `message` with the problem and its remedy.
-    `param`: the field of the request that is wrong. `code`: OpenAI's or vLLM's word for the problem."""
+    """A request that is answered with an error. It is an ASGI application that sends the answer.
+
+    Attributes:
+        status: the status of HTTP.
+        param: the field of the request that is wrong.
+        code: OpenAI's or vLLM's word for the problem.
+        headers: further headers of the answer.
+        kind: OpenAI's type of the error.
+    """
 
     def __init__(
         self,
@@ -123,18 +139,18 @@ class ApiError(QsampleError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """message: the problem and its remedy."""
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-
-        self.kind = _TYPES.get(status, "server_error")
+        self.kind = _OPENAI_ERROR_TYPES.get(status, "server_error")
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The error in OpenAI's form, or in Anthropic's for a path of its API."""
         if path.startswith(MESSAGES_PATH):
-            kind = _ANTHROPICS.get(self.status, "api_error")
+            kind = _ANTHROPIC_ERROR_TYPES.get(self.status, "api_error")
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         return {
             "error": {
@@ -146,15 +162,14 @@ class ApiError(QsampleError):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; `Exchanges` counts the error by its code, or its type."""
-        scope[_REASON] = self.code or self.kind
-        await json_response(self.body(_path_of(scope)), self.status, self.headers)(
-            scope, receive, send
-        )
+        """Answer with the error. `Exchanges` counts it by its code, or by its type."""
+        scope[_REFUSAL_REASON] = self.code or self.kind
+        answer = json_response(self.body(_path_of(scope)), self.status, self.headers)
+        await answer(scope, receive, send)
 
 
 def _path_of(scope: Scope) -> str:
-    """The path of a request behind the server's prefix."""
+    """The path of a request after the server's prefix."""
     return str(scope.get("path", "")).removeprefix(scope.get("root_path", "")) or "/"
 
 
@@ -165,7 +180,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case QueueFullError():
-            return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER)
+            return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER_A_SECOND)
         case RequestFailedError(__cause__=InvalidGrammarError() as cause):
             return as_api_error(cause)
         case RequestFailedError():
@@ -175,7 +190,8 @@ def as_api_error(error: BaseException) -> ApiError:
         case InvalidGrammarError():
             return ApiError(400, text, code="invalid_grammar")
         case ArgumentError():
-            return ApiError(400, text, param=_FIELDS.get(error.argument or "", error.argument))
+            argument = error.argument or ""
+            return ApiError(400, text, param=_FIELDS_OF_ARGUMENTS.get(argument, error.argument))
         case ValueError():
             return ApiError(400, text)
         case QsampleError():
@@ -185,22 +201,22 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def logged_api_error(error: Exception) -> ApiError:
-    """`as_api_error`; the log gets a fault of the server itself, with the traceback."""
+    """The error as an answer. A fault of the server itself is logged with its traceback."""
     answer = as_api_error(error)
     if answer.status == 500:
-        _LOG.error("a request failed: %s", answer, exc_info=error)
+        _SERVER_LOG.error("a request failed: %s", answer, exc_info=error)
     return answer
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer the expected errors of `app` in OpenAI's form; `Exchanges` answers the unexpected."""
+    """Let `app` answer expected errors in OpenAI's form. `Exchanges` answers the unexpected."""
 
-    async def known(request: Request, error: Exception) -> Any:
+    async def answer_known(request: Request, error: Exception) -> Any:
         return logged_api_error(error)
 
-    async def http(request: Request, error: Exception) -> Any:
+    async def answer_http(request: Request, error: Exception) -> Any:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, ApiError):  # raised while the body was read
+        if isinstance(error.__cause__, ApiError):  # It was raised while the body was read.
             return error.__cause__
         texts = {
             404: f"{request.url.path} does not exist here; /docs lists the endpoints",
@@ -212,24 +228,30 @@ def add_error_handlers(app: FastAPI) -> None:
             headers=error.headers,
         )
 
-    async def invalid(request: Request, error: Exception) -> Any:
-        assert isinstance(
-            error, RequestValidationError
-        )  # `JsonRoute` finds all but a body that is not JSON
+    async def answer_invalid(request: Request, error: Exception) -> Any:
+        # `JsonRoute` finds all errors except those of a body that is not JSON.
+        assert isinstance(error, RequestValidationError)
         return _of_validation(error.errors()[0], ("body",))
 
-    for kind, handler in (
-        (QsampleError, known), (ValueError, known), (HTTPException, http), (RequestValidationError, invalid),
-    ):  # fmt: skip
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(QsampleError, answer_known)
+    app.add_exception_handler(ValueError, answer_known)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
 
 
-def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiError:
-    """The first problem that pydantic found in a body. prefix: of its place."""
-    kind, context = first["type"], first.get("ctx", {})
-    path = [str(part) for part in first["loc"][len(prefix) :] if not _is_a_type(part)]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if kind == "unsupported_parameter":  # of `requests.Body`
+def _of_validation(problem: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiError:
+    """A problem that pydantic found in a body as an answer.
+
+    Args:
+        problem: an item of pydantic's list of errors.
+        prefix: the beginning of the problem's place that is not a part of the body.
+    """
+    kind = problem["type"]
+    context = problem.get("ctx", {})
+    place = problem["loc"][len(prefix) :]
+    path = [str(part) for part in place if not _is_a_type(part)]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "unsupported_parameter":  # It is from `requests.Body`.
         name = ".".join([*path, context["name"]])
         return ApiError(400, f"{name} is {message}", param=name, code=kind)
     name = ".".join(path)
@@ -246,19 +268,20 @@ def _of_validation(first: Mapping[str, Any], prefix: Sequence[str] = ()) -> ApiE
         )
     if kind == "missing":
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
-    value = first.get("input")
+    value = problem.get("input")
     given = "" if isinstance(value, Mapping | list) else f" ({value!a:.60} was given)"
     return ApiError(400, f"{name}: {message[:1].lower()}{message[1:]}{given}", param=name)
 
 
 def _is_a_type(part: Any) -> bool:
-    """Whether a part of pydantic's path is a union's type, not a field or an index."""
+    """Whether a part of pydantic's path is the type of a union, not a field or an index."""
     return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _UNION_TYPES)
 
 
 class JsonRoute(APIRoute):
-    """A route that parses long bodies on a thread, so that the event loop goes on, and reports only the first error.
-    FastAPI lists all errors, for half a minute if a body of 4 MB has two million."""
+    """A route that parses long bodies on a thread, so that the event loop goes on, and reports only
+    the first error. FastAPI lists all errors, for half a minute if a body of 4 MB has two million.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -269,17 +292,22 @@ class JsonRoute(APIRoute):
 
         class JsonRequest(Request):
             async def json(self) -> BaseModel:
-                """The checked body, a model that FastAPI passes on unchanged. Raises ApiError."""
+                """The checked body, a model that FastAPI passes on unchanged.
+
+                Raises:
+                    ApiError: the body is wrong.
+                """
                 body = await self.body()
-                if len(body) < _LONG_BODY:
+                if len(body) < _MIN_LONG_BODY_BYTES:
                     return _parsed(body, model)
-                # On a single thread: the parser holds Python's lock, and the event loop gets it after each body.
+                # The parser holds Python's lock. With a single thread, the event loop gets the lock
+                # after each body.
                 return await asyncio.get_running_loop().run_in_executor(
                     _PARSER, _parsed, body, model
                 )
 
-        async def handle(given: Request) -> Response:
-            request = JsonRequest(given.scope, given.receive)
+        async def handle(plain_request: Request) -> Response:
+            request = JsonRequest(plain_request.scope, plain_request.receive)
             await request.body()
             response = await while_connected(request.receive, handler(request))
             if response is None:
@@ -290,56 +318,73 @@ class JsonRoute(APIRoute):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None if the client leaves first. Then the work is cancelled: a long text that waits to be
-    encoded, a grammar that is compiled, or an answer."""
+    """The result of `work`; None if the client leaves first.
 
-    async def left() -> None:
+    Then the work is cancelled, such as a long text that waits to be encoded, the compilation of a
+    grammar, or an answer.
+    """
+
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(left())
+    work_task = asyncio.create_task(work)
+    disconnect_task = asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        return await work_task if work_task.done() else None
     finally:
-        working.cancel()
-        leaving.cancel()
+        work_task.cancel()
+        disconnect_task.cancel()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that end as soon as the client goes; Starlette would notice that only when it sends."""
+    """Server-sent events that end as soon as the client leaves. Starlette would notice that only
+    when it sends."""
 
-    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], object]) -> None:
-        """`end` is called at the end, also after an error or a cancellation."""
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
+        """
+        Args:
+            events: the encoded events.
+            on_end: a function that is called at the end, also after an error or a cancellation.
+        """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._end = end
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(OSError):  # the client has gone
+            with suppress(OSError):  # The client has left.
                 await while_connected(receive, self.stream_response(send))
         finally:
-            self._end()
+            self._on_end()
 
 
-_PARSER: Final = ThreadPoolExecutor(
-    1, thread_name_prefix="qsample-json"
-)  # its thread begins with the first body
+# The thread starts with the first body.
+_PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")
 
 
 def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
-    if len(body) > _TEXT_BODY and sum(map(body.count, _STRUCTURE)) > _TEXT_BODY // 2:
-        text = f"the body has more than {_TEXT_BODY} bytes besides its images, this server's limit"
-        raise ApiError(413, text, code="request_too_large")
-    collects = gc.isenabled()
-    gc.disable()  # a million lists start it again and again, and it takes ten times as long as parsing them
+    """A body as a checked model."""
+    if len(body) > _MAX_TEXT_BODY_BYTES:
+        structural = sum(map(body.count, _STRUCTURAL_CHARACTERS))
+        if structural > _MAX_TEXT_BODY_BYTES // 2:
+            raise ApiError(
+                413,
+                f"the body has more than {_MAX_TEXT_BODY_BYTES} bytes besides its images, this "
+                "server's limit",
+                code="request_too_large",
+            )
+    # A million lists would start the collector again and again, and it takes ten times as long as
+    # parsing them.
+    collects_garbage = gc.isenabled()
+    gc.disable()
     try:
         content = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error!s:.200}") from None
     finally:
-        if collects:
+        if collects_garbage:
             gc.enable()
     try:
         return model.model_validate(content)
@@ -352,56 +397,74 @@ def _no_constant(name: str) -> None:
 
 
 class ApiKeys:
-    """Demands a valid key, `Authorization: Bearer KEY` or, as Anthropic's clients send it, `X-Api-Key: KEY`, except for
-    the page, its description, /health, /ping, /version and /metrics: they reveal nothing of the prompts."""
+    """Demands a valid key: `Authorization: Bearer KEY` or, as Anthropic's clients send it,
+    `X-Api-Key: KEY`.
+
+    The page, its description, /health, /ping, /version and /metrics need no key, because they
+    reveal nothing of the prompts.
+    """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
-        # Hashes, because comparing keys of different lengths would reveal the length.
-        self._keys = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
+        # Comparing keys of different lengths would reveal the length. Hashes have the same length.
+        self._key_hashes = [hashlib.sha256(key.strip().encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _path_of(scope)
-        free = path in WITHOUT_A_KEY or path.startswith(("/docs/", "/markdown/"))
-        if scope["type"] == "http" and not free and scope["method"] != "OPTIONS":
-            headers = dict(scope["headers"])
-            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer":
-                key = headers.get(b"x-api-key", b"")
-            hashed = hashlib.sha256(key.strip()).digest()
-            # Every key is compared, so that the time does not reveal a key that was nearly right.
-            if sum(hmac.compare_digest(hashed, known) for known in self._keys) == 0:
-                text = "send an API key of this server, Authorization: Bearer KEY"
-                error = ApiError(
-                    401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
-                )
-                await error(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        needs_no_key = path in PATHS_WITHOUT_A_KEY or path.startswith(("/docs/", "/markdown/"))
+        if scope["type"] != "http" or needs_no_key or scope["method"] == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        if self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "send an API key of this server, Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        headers = dict(scope["headers"])
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")
+        key_hash = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, so that the time does not reveal a key that was nearly right.
+        matches = [hmac.compare_digest(key_hash, known) for known in self._key_hashes]
+        return any(matches)
 
 
 class Hosts:
-    """Refuses requests to names that the server does not have; see `hosts`."""
+    """Refuses requests to names that the server does not have; see hosts.py."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
-        self._app, self._allowed = app, allowed
+        self._app = app
+        self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
         if is_allowed(host, self._allowed):
             await self._app(scope, receive, send)
             return
-        text = f"this server is not called {host!r:.100}; call it localhost, or start it with --allowed-host NAME"
-        await ApiError(403, text, code="host_not_allowed")(scope, receive, send)
+        error = ApiError(
+            403,
+            f"this server is not called {host!r:.100}; call it localhost, or start it with "
+            "--allowed-host NAME",
+            code="host_not_allowed",
+        )
+        await error(scope, receive, send)
 
 
 class Exchanges:
-    """Gives each request an id, counts and logs its end, and answers unexpected exceptions; it raises them again for
-    the server's log.
+    """Gives each request an id, counts and logs its end, and answers unexpected exceptions. It
+    raises them again for the server's log.
 
-    The id is the client's X-Request-Id, if it is short and plain; the answer has it, too. Starlette's handler of
-    exceptions is outside of every other middleware: its answers lack the headers of the CORS middleware, so a page of
-    another origin could not read them.
+    The id is the client's X-Request-Id, if it is short and plain; the answer has it also.
+    Starlette's handler of exceptions is outside of every other middleware: its answers lack the
+    headers of the CORS middleware, so a page of another origin could not read them.
     """
 
     def __init__(
@@ -411,19 +474,29 @@ class Exchanges:
         count: Callable[[str, int, str], object],
         log: logging.Logger | None,
     ) -> None:
-        """`paths`: counted by their names; every other path is "other". `count`: called with a path, a status and a
-        reason, empty without an error. `log`: gets a line for each request."""
-        self._app, self._paths, self._count, self._log = app, paths, count, log
+        """
+        Args:
+            app: the application.
+            paths: the paths that are counted by their names; each other path is "other".
+            count: a function of a path, a status and a reason, which is empty without an error.
+            log: the logger that gets a line for each request, if there is one.
+        """
+        self._app = app
+        self._paths = paths
+        self._count = count
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        began, status = time.monotonic(), 0
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        start_time = time.monotonic()
+        status = 0
 
-        async def noted(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -431,30 +504,33 @@ class Exchanges:
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_with_id)
         except Exception as error:
             if not status:
-                await as_api_error(error)(scope, receive, noted)
+                await as_api_error(error)(scope, receive, send_with_id)
             raise
         finally:
             path = _path_of(scope)
-            self._count(path if path in self._paths else "other", status, scope.get(_REASON, ""))
+            self._count(
+                path if path in self._paths else "other", status, scope.get(_REFUSAL_REASON, "")
+            )
             if self._log is not None and self._log.isEnabledFor(logging.INFO):
                 client = _shown(":".join(map(str, scope.get("client") or ("-",))))
-                request = f'"{scope["method"]} {_shown(scope["path"])}"'  # without the query: it may hold a secret
+                # The query is left out, because it may hold a secret.
+                request = f'"{scope["method"]} {_shown(scope["path"])}"'
                 self._log.info(
                     "%s %s %d %.3fs %s",
                     client,
                     request,
                     status,
-                    time.monotonic() - began,
+                    time.monotonic() - start_time,
                     request_id,
                 )
 
 
 def _shown(text: str) -> str:
     """A client's text on a line of a log: without control characters."""
-    return ascii(text[:_SHOWN_PATH])[1:-1]
+    return ascii(text[:_MAX_LOGGED_CHARACTERS])[1:-1]
 
 
 class BodyLimit:
@@ -478,7 +554,8 @@ class BodyLimit:
             await _body_too_large(max_bytes)(scope, receive, send)
             return
         max_bytes_in_memory = max(
-            min(max_bytes, _TEXT_BODY) * _BODIES_AT_ONCE, max_bytes * _LONG_AT_ONCE
+            min(max_bytes, _MAX_TEXT_BODY_BYTES) * _MAX_TEXT_BODIES_IN_MEMORY,
+            max_bytes * _MAX_BODIES_IN_MEMORY,
         )
         received_bytes = 0
 
@@ -495,7 +572,7 @@ class BodyLimit:
                     429,
                     "the server holds as many long requests as it can; try again later",
                     code="rate_limit_exceeded",
-                    headers=_RETRY_AFTER,
+                    headers=_RETRY_AFTER_A_SECOND,
                 )
             return message
 

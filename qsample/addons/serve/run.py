@@ -1,4 +1,5 @@
-"""A server as a process: uvicorn with limits for connections; on a signal, running requests may end."""
+"""A server as a process: uvicorn with limits for connections. On a signal, running requests may
+end."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _MAX_BYTES_SENT_FOR_A_BYTE: Final = 16
 _BACKLOG: Final = 2048
 # Each connection is an open file, and many systems begin with a limit of 1,024.
 _MAX_CONNECTIONS: Final = 65_536
-_LOGGING: Final = {
+_LOG_CONFIG: Final = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
@@ -48,8 +49,9 @@ _LOGGING: Final = {
         for name in ("uvicorn", ACCESS_LOG)
     },
 }
+_TICKS_A_SECOND: Final = 10
 # The time for the last events of answers. Slow readers are cut off after it.
-_LAST_EVENTS_S: Final = 5
+_LAST_EVENTS_SECONDS: Final = 5
 
 
 def run(
@@ -62,19 +64,22 @@ def run(
     ready: Callable[[str], object] = lambda url: None,
     **options: Any,
 ) -> None:
-    """Serve until a signal comes; a second signal does not wait for running requests.
+    """Serve until a signal comes. A second signal does not wait for running requests.
 
     Args:
+        settings: the models and the limits.
         host, port: the address to listen on; port 0 takes a free port.
-        ssl_keyfile, ssl_certfile: PEM files of a key without a password and its certificate, for https. The second may
-            hold both.
-        ready: called with the address as soon as the server answers there.
-        options: of `uvicorn.Config`, such as log_level.
+        ssl_keyfile, ssl_certfile: the PEM files of a key without a password and of its certificate,
+            for https. The second file may hold both.
+        ready: a function that is called with the address as soon as the server answers there.
+        options: further arguments of `uvicorn.Config`, such as log_level.
 
-    Raises QsampleError if the address or the certificate cannot be used, or if a model cannot be loaded.
+    Raises:
+        QsampleError: the address or the certificate cannot be used, or a model cannot be loaded.
     """
     _check_certificate(ssl_keyfile, ssl_certfile)
-    with _listen(host, port) as listening:  # first: loading may take long
+    # Loading the models may take long, so the address is tried first.
+    with _listen(host, port) as listening:
         if not settings.allowed_hosts and is_loopback(host):
             settings = replace(settings, allowed_hosts=("localhost",))
         models = ServedModels(settings)
@@ -87,9 +92,9 @@ def run(
             app,
             http=limited_protocol(limits),
             ws="none",
-            log_config=_LOGGING,
-            access_log=False,  # `Exchanges` writes it
-            timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_EVENTS_S,
+            log_config=_LOG_CONFIG,
+            access_log=False,  # `Exchanges` writes the log.
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout) + _LAST_EVENTS_SECONDS,
             server_header=False,
             ssl_keyfile=ssl_keyfile,
             ssl_certfile=ssl_certfile,
@@ -98,14 +103,15 @@ def run(
         logging.getLogger(ACCESS_LOG).setLevel(logging.getLogger("uvicorn.error").level)
         _raise_open_files()
         port = listening.getsockname()[1]
-        ready(
-            f"http{'' if ssl_certfile is None else 's'}://{f'[{host}]' if ':' in host else host}:{port}"
-        )
+        scheme = "http" if ssl_certfile is None else "https"
+        address = f"[{host}]" if ":" in host else host
+        ready(f"{scheme}://{address}:{port}")
         _Server(config, models, settings.drain_timeout).run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
-    """Ends the answers that still run after the drain timeout with an error event; uvicorn would cut them off."""
+    """Ends the answers that still run after the drain timeout with an error event. uvicorn would
+    cut them off."""
 
     def __init__(self, config: uvicorn.Config, models: ServedModels, drain_timeout: float) -> None:
         super().__init__(config)
@@ -113,25 +119,27 @@ class _Server(uvicorn.Server):
         self._drain_timeout = drain_timeout
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The process exits with 0 after a first signal. A second signal forces the end, and is raised again then."""
+        """Begin to end. The process exits with 0 after a first signal; a second signal forces the
+        end and is raised again then."""
         if self.should_exit:
             super().handle_exit(sig, frame)
             self.force_exit = True
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:  # every second
+        is_new_second = counter % _TICKS_A_SECOND == 0
+        if is_new_second:
             close_late(self.server_state.connections)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(self._close_late())
+        closing = asyncio.create_task(self._close_models_late())
         try:
             await super().shutdown(sockets)
         finally:
             closing.cancel()
 
-    async def _close_late(self) -> None:
+    async def _close_models_late(self) -> None:
         await asyncio.sleep(self._drain_timeout)
         await asyncio.to_thread(self._models.close)
 
@@ -143,7 +151,8 @@ class RequestLimits:
     Attributes:
         max_body_bytes: the largest size of a body that the application reads.
         report_refusal: a function of a status and a reason. It is called for each request that does
-            not reach the application; the status is 0 if the connection is closed without an answer.
+            not reach the application. The status is 0 if the connection is closed without an
+            answer.
         max_seconds: the time in which a request has to arrive.
     """
 
@@ -245,15 +254,15 @@ def close_late(connections: Iterable[Any]) -> None:
 
 
 def _raise_open_files() -> None:
-    """Raise the process's limit of open files to the system's."""
-    if sys.platform == "win32":  # has none
+    """Raise the process's limit of open files to the system's limit."""
+    if sys.platform == "win32":  # Windows has no such limit.
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MAX_CONNECTIONS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    wanted = _MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
@@ -264,11 +273,12 @@ def _check_certificate(keyfile: str | None, certfile: str | None) -> None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
             return
-        except OSError as error:  # ssl's, too
+        except OSError as error:  # The errors of ssl are OSErrors also.
             reason = str(error)
     given = f"ssl_certfile {shown(certfile)}, ssl_keyfile {shown(keyfile)}"
     raise QsampleError(
-        f"cannot serve https with {given} ({reason}); give PEM files of a certificate and its plain key"
+        f"cannot serve https with {given} ({reason}); "
+        "give PEM files of a certificate and its plain key"
     )
 
 

@@ -67,7 +67,7 @@ def test_files_have_their_types_and_the_headers_of_threads(server: WebServer) ->
         assert (
             len(body)
             == int(response.headers["Content-Length"])
-            == server.files[path.partition("?")[0]][1].stat().st_size
+            == server.files[path.partition("?")[0]].path.stat().st_size
         )
         assert response.headers["Cross-Origin-Opener-Policy"] == "same-origin"
         assert response.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
