@@ -1,4 +1,4 @@
-"""One call of the graph: its inputs, the rows' tokens, and which rows do what."""
+"""A call of the graph: its inputs, which rows run and draw, and the tokens of each row."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ from qsample.sampler.tensor import (
 
 
 class Columns(Mapping[str, Tensor]):
-    """Rows of numbers as columns, [B, 1], made at their first use: a branch makes a copy."""
+    """Tensors with a number for each row, [B], as columns, [B, 1]; other tensors unchanged.
+
+    A column is made at its first use. Each branch needs an object of its own: the values of one
+    branch do not exist in another.
+    """
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        self._rows, self._made = rows, dict[str, Tensor]()
+        self._rows = rows
+        self._columns: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._made:
+        if name not in self._columns:
             value = self._rows[name]
-            self._made[name] = value.unsqueeze() if len(value.shape) == 1 else value
-        return self._made[name]
+            self._columns[name] = value.unsqueeze() if len(value.shape) == 1 else value
+        return self._columns[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -44,16 +49,17 @@ class Columns(Mapping[str, Tensor]):
 
 
 class DrawCall(ABC):
-    """The inputs of one call as far as the draw reads them, and which rows draw.
+    """The inputs of a call that the draw reads, and the rows that draw.
 
     Attributes:
-        interface, features: the graph's dimensions and options.
-        inputs: the graph's inputs by name.
-        running: [B] bool, rows that are not finished.
-        sampling: [B] bool, rows that have to emit a token.
+        interface: the dimensions and options of the graph.
+        features: the options of the graph.
         vocab: V, the number of tokens.
-        captured: the graph has no control flow.
-        for_webgpu: as in `build_sampler`.
+        captured: whether the graph has no control flow.
+        inputs: the graph's inputs by name.
+        running: [B] bool, the rows that are not finished.
+        sampling: [B] bool, the rows that have to emit a token.
+        for_webgpu: whether the graph is for WebGPU, see `build_sampler`.
     """
 
     def __init__(
@@ -91,29 +97,37 @@ class DrawCall(ABC):
         then: Callable[[], Structure],
         otherwise: Callable[[], Structure],
     ) -> Structure:
-        """`then()` if some row needs it (`needed`, [B] bool), else `otherwise()`.
+        """`then()` if some row needs it, else `otherwise()`.
 
         A graph without control flow always computes `then()`.
+
+        Args:
+            needed: [B] bool, the rows that need the result of `then`.
+            then: computes the result.
+            otherwise: computes a placeholder with the same structure.
         """
-        return then() if self.captured else branch(needed.any(), then, otherwise)
+        if self.captured:
+            return then()
+        return branch(needed.any(), then, otherwise)
 
     @abstractmethod
     def uniforms(self) -> Uniforms:
-        """The source of this step's random numbers; called once, where the random rows begin."""
+        """The random numbers of this step; called once, in the branch of the random rows."""
 
 
-# Takes the state that holds the numbers of a stream, and returns the number that decides the next token of each row:
-# [B, 1] float32, in [0, 1).
+# Takes the state of a stream of random numbers, and returns the number that the stream has for the
+# next token of each row: [B, 1] float32, in [0, 1).
 Uniforms: TypeAlias = Callable[[TensorSpec], Tensor]
 
 
 class Call(DrawCall):
-    """The inputs of one decode step, by the names of `Interface.sampler`, and values that all its parts share.
+    """The inputs of a decode step, by the names of `Interface.sampler`, and values derived of them.
 
     Attributes:
         total: [B] int32, how many tokens each row has after this call's inputs.
-        start: [B] int32, how many tokens each row had before them.
-        capacity, capacity32: T, [1] int64 and int32.
+        start: [B] int32, how many tokens each row has before them.
+        capacity: T, [1] int64.
+        capacity32: T, [1] int32.
     """
 
     def __init__(
@@ -141,13 +155,21 @@ class Call(DrawCall):
         return self[buffer.name].gather(self.position().unsqueeze())
 
     def position(self) -> Tensor:
-        """Where each row's next token is decided, at most T - 1: [B] int32."""
+        """The position of each row's next token, at most T - 1: [B] int32."""
         return op("Min", self.total, self.capacity32 - 1)
 
     def history(self, length: Tensor) -> Tensor:
-        """Ids of every token of each row, this call's inputs included: [B, length + S] int64, padded with duplicates.
-        length: int64, how many columns of `tokens` to read: at least the largest `start` that matters."""
-        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
+        """The ids of all tokens of each row, this call's inputs included.
+
+        Args:
+            length: int64, how many columns of `tokens` to read: at least the largest `start` of the
+                rows that matter.
+
+        Returns:
+            [B, length + S] int64, padded with duplicates of the first input.
+        """
+        start = self.start.unsqueeze()
+        lengths = self["input_lengths"].unsqueeze()
         ids = self["input_ids"]
         filler = ids.columns(0, 1)
         old = where(start > 0, self["tokens"].columns(0, length).to(INT64), filler)
@@ -155,26 +177,37 @@ class Call(DrawCall):
         return concat(old, new)
 
     def newest(self, length: Tensor, count: Tensor) -> Tensor:
-        """1 for each column of `history` that is among the row's newest `count` [B, 1] int32 tokens, 0 for the rest:
-        float32."""
-        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
-        old, new = count_up(length), count_up(size(self["input_ids"], 1))
-        before = start + lengths - count
-        return concat(
-            (old >= before) & (old < start), (new >= lengths - count) & (new < lengths)
-        ).to(FLOAT)
+        """Which columns of `history` are among the newest tokens of each row.
+
+        Args:
+            length: the argument of `history`.
+            count: [B, 1] int32, how many of the newest tokens.
+
+        Returns:
+            [B, length + S] float32: 1 for the newest tokens, 0 for other columns.
+        """
+        start = self.start.unsqueeze()
+        lengths = self["input_lengths"].unsqueeze()
+        old = count_up(length)
+        new = count_up(size(self["input_ids"], 1))
+        first_place = start + lengths - count
+        old_is_newest = (old >= first_place) & (old < start)
+        new_is_newest = (new >= lengths - count) & (new < lengths)
+        return concat(old_is_newest, new_is_newest).to(FLOAT)
 
     def row_tokens(self) -> Tensor:
-        """Each row's tokens in their places, this call's inputs included: [B, T] int64."""
-        start, lengths = self.start.unsqueeze(), self["input_lengths"].unsqueeze()
-        tokens, ids = self["tokens"], self["input_ids"]
+        """Each row's tokens at their positions, this call's inputs included: [B, T] int64."""
+        start = self.start.unsqueeze()
+        lengths = self["input_lengths"].unsqueeze()
+        tokens = self["tokens"]
+        ids = self["input_ids"]
         offset = count_up(size(tokens, 1)) - start
-        inside = (offset >= 0) & (offset < lengths)
-        # Clip of int32 has no kernel on CUDA.
+        is_input = (offset >= 0) & (offset < lengths)
+        # CUDA has no Clip of int32.
         columns = maximum(minimum(offset, size(ids, 1).to(INT32) - 1), 0).to(INT64)
-        return where(inside, ids.gather(columns), tokens.to(INT64))
+        return where(is_input, ids.gather(columns), tokens.to(INT64))
 
 
 def count_up(count: Tensor) -> Tensor:
-    """0, 1, … count - 1: [count] int32. count: [1] int64."""
+    """The numbers 0, 1, … count - 1: [count] int32. count: [1] int64."""
     return op("Range", 0, op("Squeeze", count), 1).to(INT32)
