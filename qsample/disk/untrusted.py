@@ -1,8 +1,9 @@
 """Input from strangers: names of files, links, JSON, and the files that an ONNX file refers to.
 
-Names must mean the same on every system, and nothing outside of their folder on any. JSON that RFC 8259 leaves open is
-refused, and so is JSON that would take too much memory or stack. Of an ONNX file, only the lengths and types of fields
-are read, so that weights inside the file cost nothing (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
+Names must mean the same on every system, and nothing outside of their folder on any. JSON that RFC
+8259 leaves open is refused, and so is JSON that would take too much memory or stack. Of an ONNX
+file, only the lengths and types of fields are read, so that weights inside the file cost nothing
+(https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from qsample.disk.protobuf import fields
 
 _LONGEST: Final = 255  # bytes of a part of a name, on most file systems
 _FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"|?*\\]')
-# Devices of Windows, with or without an extension: https://learn.microsoft.com/windows/win32/fileio/naming-a-file
+# Devices of Windows, with or without an extension:
+# https://learn.microsoft.com/windows/win32/fileio/naming-a-file
 _DEVICES: Final = re.compile(
     r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])\s*(\..*)?", re.IGNORECASE
 )
 
 
 def problem_of_name(name: str) -> str | None:
-    """The fault of a relative name whose parts are separated by `/`, or None. Refused on every system: absolute names,
-    `..`, drive letters, network shares, backslashes, empty parts, control characters, and names that Windows forbids or
-    takes for a device."""
+    """The fault of a relative name whose parts are separated by `/`, or None. Refused on every
+    system: absolute names, `..`, drive letters, network shares, backslashes, empty parts, control
+    characters, and names that Windows forbids or takes for a device."""
     parts = name.split("/")
     if name.startswith("/") or re.match(r"[A-Za-z]:", name) or "\\" in name or ".." in parts:
         return "which lies outside the package, or would on another system"
@@ -53,8 +55,8 @@ def problem_of_name(name: str) -> str | None:
 
 
 def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names of the same file on some system, or None: they differ in case or composition only, or the first is the
-    folder of the second."""
+    """Two names of the same file on some system, or None: they differ in case or composition only,
+    or the first is the folder of the second."""
     seen: dict[str, str] = {}
     folders: dict[str, str] = {}
     for name in names:
@@ -73,8 +75,8 @@ def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def leads_out(path: Path, folders: Iterable[Path]) -> bool:
-    """Whether links lead from `path` to something outside of `folders`. The Hugging Face hub's cache, whose snapshots
-    are links to `models--NAME/blobs`, counts as inside."""
+    """Whether links lead from `path` to something outside of `folders`. The Hugging Face hub's
+    cache, whose snapshots are links to `models--NAME/blobs`, counts as inside."""
     real = Path(os.path.realpath(path))
     if real.parent.name == "blobs" and real.parent.parent.name.startswith("models--"):
         return False
@@ -91,9 +93,10 @@ _MOST_JSON: Final = (
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
-    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`, as some configurations have them.
-    Raises ValueError, in one line, for bad syntax, a key that comes twice, NaN, other infinities, a number that no
-    float holds, and arrays and objects more than 64 deep or more than 2^20 in number."""
+    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`, as some
+    configurations have them. Raises ValueError, in one line, for bad syntax, a key that comes
+    twice, NaN, other infinities, a number that no float holds, and arrays and objects more than 64
+    deep or more than 2^20 in number."""
     if text.count("[") + text.count("{") > _MOST_JSON:  # some of them in texts, perhaps
         raise ValueError(f"it has more than {_MOST_JSON} arrays and objects")
     constant = _infinity if infinities else _no_constant
@@ -117,8 +120,8 @@ def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = Fal
 
 
 def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is not a plain file, larger than
-    `largest` bytes, or not UTF-8."""
+    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is not a
+    plain file, larger than `largest` bytes, or not UTF-8."""
     with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -127,8 +130,8 @@ def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """A plain file, opened to be read; nobody waits for a pipe or a device. Raises OSError if it cannot be opened,
-    ValueError if it is not a plain file."""
+    """A plain file, opened to be read; nobody waits for a pipe or a device. Raises OSError if it
+    cannot be opened, ValueError if it is not a plain file."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -265,7 +268,8 @@ class _ReferenceReader:
         return message
 
     def _read_field(self, name: str, content: int | range, message: _Message, depth: int) -> None:
-        """Add a field to its message if it is a value or an attribute; other messages are only read."""
+        """Add a field to its message if it is a value or an attribute; other messages are only
+        read."""
         value: Any
         if isinstance(content, int) != (name == _INTEGER_FIELD):
             return

@@ -1,7 +1,9 @@
-"""How many rows and tokens a run of the decoder may have, so that a row's last bits do not depend on its batch.
+"""How many rows and tokens a run of the decoder may have, so that a row's last bits do not depend
+on its batch.
 
-`rounding` measures how the kernels round on this processor. This module draws the conclusions for the runtime:
-`StepRows` for decode steps, `PromptCalls` for the calls that read prompts, and `guesses_are_exact`.
+`rounding` measures how the kernels round on this processor. This module draws the conclusions for
+the runtime: `StepRows` for decode steps, `PromptCalls` for the calls that read prompts, and
+`guesses_are_exact`.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ def guesses_are_exact(decoder: DecoderTraits, rounding: Rounding) -> bool:
 
 
 def broken_promises(decoder: DecoderTraits, rounding: Rounding) -> list[str]:
-    """Warnings of what this processor's kernels, and a graph that does not pad its rows, cannot keep."""
+    """Warnings of what this processor's kernels, and a graph that does not pad its rows, cannot
+    keep."""
     dependent = "a row's tokens may depend on its batch here: "
     again = "compile it again with this version of qsample"
     broken = list[str]()

@@ -1,5 +1,8 @@
-"""The memory that graphs are bound to: `Buffer`; `RetainedState`, the state of every row; `SavedRows`, copies of it;
-`OutputRing`, what the newest steps returned."""
+"""The memory that graphs are bound to: `Buffer`.
+
+`RetainedState` holds the state of every row, `SavedRows` copies of single rows, and `OutputRing`
+the outputs of the newest steps.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,29 @@ from qsample.ort import small_graphs
 from qsample.ort.options import session_options
 from qsample.ort.providers import CPU, CUDA, WEBGPU, add_plugin
 
-Index = int | slice | tuple[int, slice]  # a row, adjacent rows, columns of a row
+# The index of a row, of adjacent rows, or of columns of a row.
+Index = int | slice | tuple[int, slice]
 
 _PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA, "webgpu": WEBGPU}
-WITHOUT_ADDRESSES: Final = ("webgpu",)  # devices whose memory is a handle
+# The memory of these devices is a handle.
+DEVICES_WITHOUT_ADDRESSES: Final = ("webgpu",)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory of a tensor, or of some rows of it, that graphs are bound to by its address. This class is a device's
-    memory: small graphs copy rows there. `HostBuffer` is NumPy's, `Handle` has no address. An array of bfloat16,
-    missing in NumPy, has uint16 of the same bits. `owner` keeps the memory alive; `dtype` is the contract's name;
-    `address` is the first number's, in bytes; `device` is "cpu", "cuda" (a further GPU: "cuda:1") or "webgpu"."""
+    """The memory of a tensor, or of some of its rows, that graphs are bound to by its address.
+
+    This class is for the memory of a device, where small graphs copy rows. `HostBuffer` is NumPy's
+    memory, and `Handle` has no address. NumPy has no bfloat16: such an array has the dtype uint16
+    and the same bits.
+
+    Attributes:
+        owner: The value that keeps the memory alive.
+        dtype: The dtype, by the contract's name.
+        shape: The shape.
+        address: The address of the first number, in bytes.
+        device: "cpu", "cuda" (a further GPU: "cuda:1") or "webgpu".
+    """
 
     owner: ort.OrtValue
     dtype: str
@@ -39,14 +53,23 @@ class Buffer:
 
     @staticmethod
     def allocate(spec: TensorSpec, sizes: Mapping[str, int], device: str) -> Buffer:
-        """Zeros for `spec`; `sizes` gives each of its named axes. On the CPU, the system hands the memory out as it is
-        touched: a cache uses no more than the tokens in it need."""
-        shape, dtype = spec.shape(dict(sizes)), DTYPES[spec.dtype]
+        """Allocate zeros.
+
+        On the CPU, the system hands the memory out when it is touched, so a cache uses no more
+        memory than its tokens need.
+
+        Args:
+            spec: The tensor.
+            sizes: The size of each of its named axes.
+            device: The device.
+        """
+        shape = spec.shape(dict(sizes))
+        dtype = DTYPES[spec.dtype]
         zeros = sparse_zeros(shape, dtype.numpy)
         if device == "cpu":
             owner = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, dtype.onnx)
             return HostBuffer(owner, spec.dtype, shape, owner.data_ptr(), device, zeros)
-        if device in WITHOUT_ADDRESSES:
+        if device in DEVICES_WITHOUT_ADDRESSES:
             return Buffer.of(zeros, device)
         owner = ort.OrtValue.ortvalue_from_shape_and_type(
             shape, dtype.onnx, *_kind_and_number(device)
@@ -58,47 +81,47 @@ class Buffer:
     def of(array: Array, device: str) -> Buffer:
         """A copy of `array` on `device`."""
         values = np.array(array, order="C")
-        owner, dtype = (
-            ort.OrtValue.ortvalue_from_numpy(values, *_kind_and_number(device)),
-            values.dtype.name,
-        )
-        if device == "cpu":  # `owner` is over the array's memory
+        owner = ort.OrtValue.ortvalue_from_numpy(values, *_kind_and_number(device))
+        dtype = values.dtype.name
+        if device == "cpu":
+            # `owner` uses the memory of the array.
             return HostBuffer(owner, dtype, values.shape, owner.data_ptr(), device, values)
-        if device in WITHOUT_ADDRESSES:
+        if device in DEVICES_WITHOUT_ADDRESSES:
             return Handle(owner, dtype, values.shape, 0, device)
         return Buffer(owner, dtype, values.shape, owner.data_ptr(), device)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """The number of bytes of a number."""
         return DTYPES[self.dtype].itemsize
 
     def rows(self, start: int, count: int = 1) -> Buffer:
-        """`count` rows from `start` on, over the same memory."""
+        """A number of rows from `start` on, over the same memory."""
         if not start and count == self.shape[0]:
             return self
         step = math.prod(self.shape[1:]) * self.itemsize
         return self._view((count, *self.shape[1:]), self.address + start * step)
 
     def reshaped(self, *shape: int) -> Buffer:
-        """Its first numbers in another shape, over the same memory."""
+        """The first numbers in another shape, over the same memory."""
         return self._view(shape, self.address)
 
     def _view(self, shape: tuple[int, ...], address: int) -> Buffer:
-        return type(self)(
-            self.owner, self.dtype, shape, address, self.device
-        )  # `replace` takes three times as long
+        # `dataclasses.replace` takes three times as long.
+        return type(self)(self.owner, self.dtype, shape, address, self.device)
 
     def read(self) -> Array:
-        """A copy of the values; of a `Handle`, of the whole tensor that was allocated, whichever rows these are."""
+        """A copy of the values. A `Handle` copies the whole tensor that was allocated, even if it
+        is some of its rows."""
         return np.array(_value_at(self).numpy())
 
     def write(self, array: Array) -> None:
-        """Replace the values, of the whole tensor on a device; the address stays."""
+        """Replace the values; on a device, all values of the whole tensor. The address stays."""
         self.owner.update_inplace(np.ascontiguousarray(array))
 
     def write_at(self, index: Index, values: Any) -> None:
-        """Replace the values of some rows, or of some columns of a row. Nothing else is copied to the device."""
+        """Replace the values of some rows, or of some columns of a row. Nothing else is copied to
+        the device."""
         part = self._part(index)
         if math.prod(part.shape):
             given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
@@ -107,9 +130,8 @@ class Buffer:
     def _part(self, index: Index) -> Buffer:
         """The contiguous memory at an index."""
         row, columns = index if isinstance(index, tuple) else (index, None)
-        first, end, _ = (slice(row, row + 1) if isinstance(row, int) else row).indices(
-            self.shape[0]
-        )
+        rows = slice(row, row + 1) if isinstance(row, int) else row
+        first, end, _ = rows.indices(self.shape[0])
         part = self.rows(first, max(end - first, 0))
         if columns is None:
             return part
@@ -128,12 +150,19 @@ class Buffer:
     def copy_row(
         self, source: int, target: int, index: Any = ..., *, of: Buffer | None = None
     ) -> None:
-        """Write row `source` of the tensor `of`, by default this one, over row `target`. index: a NumPy index of the
-        row; nothing else has to be copied."""
+        """Copy a row over another row.
+
+        Args:
+            source: The row to copy.
+            target: The row of this tensor that is replaced.
+            index: A NumPy index of the row; the other values need not be copied.
+            of: The tensor that has the row `source`; by default this tensor.
+        """
         copy_on_device((of or self).rows(source), self.rows(target))
 
     def read_row(self, row: int) -> Array:
-        """The values of a row, of the shape without the batch axis: on the CPU its memory itself, otherwise a copy."""
+        """The values of a row, without the batch axis: the memory itself on the CPU, otherwise a
+        copy."""
         plain = self._as_plain()
         copied = Buffer.of(np.zeros((1, *self.shape[1:]), plain.dtype), self.device)
         copy_on_device(plain.rows(row), copied)
@@ -141,7 +170,7 @@ class Buffer:
         return result.view(DTYPES[self.dtype].numpy)
 
     def write_columns(self, row: int, parts: Iterable[tuple[slice, Array]]) -> None:
-        """Write arrays to columns of a row, along its second axis: `parts`. The other columns may become anything."""
+        """Write arrays to columns of a row, along its second axis. The other columns may change."""
         whole = np.zeros((1, *self.shape[1:]), DTYPES[self.dtype].numpy)
         for columns, values in parts:
             whole[0][:, columns] = values
@@ -152,11 +181,13 @@ class Buffer:
         copy_on_device(Buffer.of(whole.view(plain.dtype), self.device), plain.rows(row))
 
     def _as_plain(self) -> Buffer:
-        """The same memory, in a dtype of the same size that NumPy has: a copy does not look at the bits."""
+        """The same memory with a dtype of the same size that NumPy has. A copy does not interpret
+        the bits."""
         return replace(self, dtype="float16") if self.dtype == "bfloat16" else self
 
     def swap_rows(self, one: int, other: int, columns: tuple[int, int] | None = None) -> None:
-        """Swap two rows, on the CPU. columns: how many of each, from the start of its second axis; by default all."""
+        """Swap two rows on the CPU. columns: The numbers of columns of each row to swap, from the
+        start of its second axis; by default all."""
         raise NotImplementedError(self.device)
 
     def bind_input(self, binding: ort.IOBinding, name: str) -> None:
@@ -170,7 +201,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer(Buffer):
-    """Memory of the CPU. values: that memory, of `shape`."""
+    """Memory of the CPU.
+
+    Attributes:
+        values: An array over the memory.
+    """
 
     values: Array = field(compare=False)
 
@@ -215,12 +250,15 @@ class HostBuffer(Buffer):
 
 
 class Handle(Buffer):
-    """Memory of a device that hands out tensors without addresses, such as WebGPU's: they are bound whole. `address`
-    counts from the start of `owner`. Some rows are a part: for a graph, `take` copies them to a separate tensor and
-    `put` back, on the device."""
+    """Memory of a device whose tensors have no addresses, such as WebGPU: tensors are bound whole.
+
+    `address` counts from the start of `owner`. Some rows of a tensor are a part: on the device,
+    `take` copies them to a separate tensor for a graph, and `put` copies them back.
+    """
 
     @property
     def is_part(self) -> bool:
+        """Whether this is only some rows of the tensor."""
         size: int = self.owner.tensor_size_in_bytes()
         return math.prod(self.shape) * self.itemsize != size
 
@@ -257,7 +295,7 @@ class Handle(Buffer):
         return _on_host(self.owner, self.dtype)
 
     def write_at(self, index: Index, values: Any) -> None:
-        """Through the host, for small tensors."""
+        """Replace values by way of the host; for small tensors."""
         whole = self.read()
         whole[index] = values
         self.write(whole)
@@ -301,22 +339,29 @@ def _on_host(value: ort.OrtValue, dtype: str) -> Array:
 
 
 class RetainedState:
-    """The state of every row between calls. In place, a graph writes a state's next value into the buffer that it read.
-    A state that takes turns has two buffers: a graph reads one `side` and writes the other, and `flip` swaps them after
-    a run, so that the newest values can be copied while the next run writes. Or a run over some rows writes them in
-    place, and nothing is swapped."""
+    """The state of every row between calls.
+
+    Most states are updated in place: a graph writes a state's next value to the buffer that it
+    read. A state that takes turns has two buffers: a graph reads one `side` and writes the other,
+    and `flip` swaps them after a run, so that the newest values can be copied while the next run
+    writes. A run over some rows may also write all states in place; then nothing is swapped.
+    """
 
     def __init__(
         self, specs: Mapping[TensorSpec, str], sizes: Mapping[str, int], *, turns: Collection[str]
     ) -> None:
-        """Allocate zeros. specs: each state and its device. turns: names of the states with two buffers."""
+        """Allocate zeros.
+
+        Args:
+            specs: Each state and its device.
+            sizes: The sizes of the named axes.
+            turns: The names of the states with two buffers.
+        """
         first = {spec.name: Buffer.allocate(spec, sizes, device) for spec, device in specs.items()}
-        second = {
-            spec.name: Buffer.allocate(spec, sizes, device)
-            if spec.name in turns
-            else first[spec.name]
-            for spec, device in specs.items()
-        }
+        second = dict(first)
+        for spec, device in specs.items():
+            if spec.name in turns:
+                second[spec.name] = Buffer.allocate(spec, sizes, device)
         self._sides = [first, second]
         self._turns = list(turns)
         self._retained = [spec.name for spec in specs if not spec.read_only]
@@ -327,24 +372,31 @@ class RetainedState:
         return self._sides[self.side][name]
 
     def inputs(self, rows: range | None = None, *, side: int | None = None) -> dict[str, Buffer]:
-        """State name → its value, now or on a given side: all rows, or some of them."""
+        """The values of all states by name. rows: All rows by default. side: The current side by
+        default."""
         buffers = self._sides[self.side if side is None else side]
         return dict(buffers) if rows is None else rows_of(buffers, rows)
 
     def outputs(self, rows: range | None = None) -> dict[str, Buffer]:
-        """Output name → the memory of its state's next value: all rows, or, in place, some of them."""
+        """The memory of all states' next values by the names of outputs. rows: Some rows, which are
+        updated in place; by default all."""
         side = self._sides[1 - self.side if rows is None else self.side]
         buffers = {retained_name(name): side[name] for name in self._retained}
         return buffers if rows is None else rows_of(buffers, rows)
 
     def flip(self, written: range | None = None) -> None:
-        """Make the newest values, of all rows or of `written`, the current values. The host has to read the memory to
-        keep the values of the other rows."""
-        now, then = self._sides[self.side], self._sides[1 - self.side]
-        others = [] if written is None else [slice(written.start), slice(written.stop, None)]
-        for rows in others:
-            for name in self._turns:
-                then[name].write_at(rows, now[name].read()[rows])
+        """Make the newest values the current values.
+
+        Args:
+            written: The rows that the run wrote; by default all. The host copies the values of the
+                other rows.
+        """
+        if written is not None:
+            now = self._sides[self.side]
+            then = self._sides[1 - self.side]
+            for rows in (slice(written.start), slice(written.stop, None)):
+                for name in self._turns:
+                    then[name].write_at(rows, now[name].read()[rows])
         self.side = 1 - self.side
 
 
@@ -358,18 +410,24 @@ class SavedRows:
         sizes: Mapping[str, int],
         places: int,
     ) -> None:
-        """state: holds the rows. specs: each of these states and its device."""
+        """Allocate the places.
+
+        Args:
+            state: The current state of the rows.
+            specs: Each state that is copied, and its device.
+            sizes: The sizes of the named axes.
+            places: The number of places.
+        """
         self._state = state
-        self._saved = {
-            spec.name: Buffer.allocate(spec, {**sizes, BATCH: places}, device)
-            for spec, device in specs.items()
-            if places
-        }
-        # Bytes of a place.
-        self.nbytes = sum(
-            math.prod(spec.shape({**sizes, BATCH: 1})) * DTYPES[spec.dtype].itemsize
-            for spec in specs
-        )
+        self._saved: dict[str, Buffer] = {}
+        if places:
+            for spec, device in specs.items():
+                self._saved[spec.name] = Buffer.allocate(spec, {**sizes, BATCH: places}, device)
+        # The number of bytes of a place.
+        self.nbytes = 0
+        for spec in specs:
+            values = math.prod(spec.shape({**sizes, BATCH: 1}))
+            self.nbytes += values * DTYPES[spec.dtype].itemsize
 
     def save(self, row: int, place: int) -> None:
         """Write the current values of a row to a place."""
@@ -389,20 +447,33 @@ class SavedRows:
 
 
 class OutputRing:
-    """The outputs of the newest steps, in places that take turns. A step is known by its number: it writes the place of
-    that number, while the outputs of the `steps` steps before it wait to be read, together."""
+    """The outputs of the newest steps, in places that take turns.
+
+    A step writes the place of its number, while the outputs of up to `steps` earlier steps wait to
+    be read together.
+    """
 
     def __init__(
         self, specs: Iterable[TensorSpec], sizes: Mapping[str, int], device: str, steps: int
     ) -> None:
-        """Allocate zeros. steps: most steps that are read together. With the states that take turns, a place has to be
-        bound to one of their two sides, so the number of places is even."""
+        """Allocate zeros.
+
+        Args:
+            specs: The outputs.
+            sizes: The sizes of the named axes.
+            device: The device of the outputs.
+            steps: The largest number of steps that are read together.
+        """
         self.steps = steps
+        # A place is bound together with one of the two sides of the states that take turns, so the
+        # number of places is even.
+        places = steps + 1 + (steps + 1) % 2
         self._places = [
             {spec.name: Buffer.allocate(spec, sizes, device) for spec in specs}
-            for _ in range(steps + 1 + (steps + 1) % 2)
+            for _ in range(places)
         ]
-        self._joined: dict[str, Buffer] = {}  # made when several steps are first read from a device
+        # The memory of joined outputs is allocated when several steps are first read from a device.
+        self._joined: dict[str, Buffer] = {}
 
     def __len__(self) -> int:
         """The number of places."""
@@ -413,54 +484,62 @@ class OutputRing:
         return step % len(self._places)
 
     def of(self, step: int) -> dict[str, Buffer]:
-        """Output name → the memory that a step writes."""
+        """The memory that a step writes, by the names of outputs."""
         return self._places[self.place(step)]
 
     def swap_rows(self, one: int, other: int) -> None:
+        """Swap two rows of every place."""
         for buffers in self._places:
             for buffer in buffers.values():
                 buffer.swap_rows(one, other)
 
     def read(self, steps: range, name: str, rows: range) -> Array:
-        """A copy of an output of some steps, [steps, rows, ...]. From a device it is a single copy for any number:
-        a graph puts them next to each other there."""
-        given = [self.of(step)[name] for step in steps]
-        if given[0].device not in WITHOUT_ADDRESSES:
-            given, rows = [buffer.rows(rows.start, len(rows)) for buffer in given], range(len(rows))
-        in_host = [buffer.values for buffer in given if isinstance(buffer, HostBuffer)]
+        """A copy of an output of some steps, [steps, rows, ...].
+
+        A device needs a single copy for any number of steps, because a graph joins the outputs
+        there.
+        """
+        outputs = [self.of(step)[name] for step in steps]
+        if outputs[0].device not in DEVICES_WITHOUT_ADDRESSES:
+            outputs = [output.rows(rows.start, len(rows)) for output in outputs]
+            rows = range(len(rows))
+        in_host = [output.values for output in outputs if isinstance(output, HostBuffer)]
         if in_host:
             return np.stack(in_host)
-        values = given[0].read() if len(given) == 1 else self._read_together(name, given)
-        result: Array = values.reshape(-1, *given[0].shape)[: len(given), rows.start : rows.stop]
+        if len(outputs) == 1:
+            values = outputs[0].read()
+        else:
+            values = self._read_joined(name, outputs)
+        by_step = values.reshape(-1, *outputs[0].shape)
+        result: Array = by_step[: len(outputs), rows.start : rows.stop]
         return result
 
-    def _read_together(self, name: str, given: list[Buffer]) -> Array:
-        given = given + given[-1:] * (
-            self.steps - len(given)
-        )  # the same graph and memory for any number
+    def _read_joined(self, name: str, outputs: list[Buffer]) -> Array:
+        # With padding, one graph and one memory serve any number of steps.
+        padding = outputs[-1:] * (self.steps - len(outputs))
+        outputs = outputs + padding
         own = self.of(0)[name]
         if name not in self._joined:
             zeros = np.zeros((self.steps * own.shape[0], *own.shape[1:]), DTYPES[own.dtype].numpy)
             self._joined[name] = Buffer.of(zeros, own.device)
-        joined = self._joined[name].reshaped(self.steps * given[0].shape[0], *own.shape[1:])
-        inputs = {f"x{index}": buffer for index, buffer in enumerate(given)}
-        run_on_device(
-            small_graphs.concatenated(DTYPES[own.dtype].onnx, len(given)), inputs, {"y": joined}
-        )
+        joined = self._joined[name].reshaped(self.steps * outputs[0].shape[0], *own.shape[1:])
+        inputs = {f"x{index}": output for index, output in enumerate(outputs)}
+        graph = small_graphs.concatenated(DTYPES[own.dtype].onnx, len(outputs))
+        run_on_device(graph, inputs, {"y": joined})
         return joined.read()
 
 
 def _kind_and_number(device: str) -> tuple[str, int]:
-    """ONNX Runtime's names of a device: "cuda:1" is ("cuda", 1)."""
+    """ONNX Runtime's name and number of a device: "cuda:1" is ("cuda", 1)."""
     kind, _, number = device.partition(":")
     return kind, int(number or 0)
 
 
 def copy_on_device(source: Buffer, target: Buffer) -> None:
-    """Copy memory to memory of its dtype and shape, maybe of another device of the kind, not through the host: a graph
-    of an Identity does it."""
+    """Copy memory to memory of the same dtype and shape, on the same device or another device of
+    the same kind. A graph with an Identity copies it without the host."""
     assert (source.dtype, source.shape) == (target.dtype, target.shape)
-    if source.device in WITHOUT_ADDRESSES:
+    if source.device in DEVICES_WITHOUT_ADDRESSES:
         ort.copy_tensors([source.owner], [target.owner])
     else:
         _run_small(
@@ -474,7 +553,7 @@ def copy_on_device(source: Buffer, target: Buffer) -> None:
 def run_on_device(
     graph: bytes, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]
 ) -> None:
-    """Run a small graph over buffers of a single device, to its end."""
+    """Run a small graph over buffers of a single device, and wait for its end."""
     (device,) = {buffer.device for buffer in (*inputs.values(), *outputs.values())}
     _run_small(graph, device, inputs, outputs)
 
@@ -499,8 +578,9 @@ def _zeros(shape: tuple[int, ...], dtype: str, device: str) -> Buffer:
 
 @cache
 def _session(graph: bytes, device: str) -> ort.InferenceSession:
-    options = session_options(intra_op_num_threads=1)  # a node that copies needs no threads
-    if device in WITHOUT_ADDRESSES:
+    # A node that copies needs no further threads.
+    options = session_options(intra_op_num_threads=1)
+    if device in DEVICES_WITHOUT_ADDRESSES:
         add_plugin(options, _PROVIDERS[device], {"enableInt64": "1"})
         return ort.InferenceSession(graph, options)
     kind, number = _kind_and_number(device)
@@ -511,8 +591,8 @@ def _session(graph: bytes, device: str) -> ort.InferenceSession:
 
 
 def _value_at(buffer: Buffer) -> ort.OrtValue:
-    """A value over the buffer's memory, in the middle of its owner's: a binding creates it. Its session serves every
-    dtype, because the graph does not run."""
+    """A value over the memory of a buffer, which may lie within its owner's memory: a binding
+    creates it. One session serves every dtype, because the graph does not run."""
     graph = small_graphs.identity(DTYPES["float32"].onnx)
     binding = _session(graph, buffer.device).io_binding()
     buffer.bind_output(binding, "y")
@@ -521,5 +601,5 @@ def _value_at(buffer: Buffer) -> ort.OrtValue:
 
 
 def rows_of(buffers: Mapping[str, Buffer], rows: range) -> dict[str, Buffer]:
-    """Those rows of each buffer, over the same memory."""
+    """Some rows of each buffer, over the same memory."""
     return {name: buffer.rows(rows.start, len(rows)) for name, buffer in buffers.items()}

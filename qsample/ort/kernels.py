@@ -1,4 +1,5 @@
-"""Reads the kinds of products and attentions from an ONNX file, for `ort.rounding`, without the package onnx.
+"""Reads the kinds of products and attentions from an ONNX file, for `ort.rounding`, without the
+package onnx.
 
 A kind is everything that decides on an operator's kernel: its attributes, and the dtypes and shapes
 of its weights. Many layers share few kinds.
@@ -102,7 +103,8 @@ class Product(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """An input of an attention that never changes: its slot, its shape and the name of its dtype."""
+    """An input of an attention that never changes: its slot, its shape and the name of its
+    dtype."""
 
     slot: int
     shape: tuple[int, ...]
@@ -133,7 +135,8 @@ Kernel = Product | Attention
 
 
 def read_kernels(data: Any, columns: int) -> frozenset[Kernel]:
-    """Find the products with weights, and the attentions to several tokens of a row, in an ONNX file.
+    """Find the products with weights, and the attentions to several tokens of a row, in an ONNX
+    file.
 
     Args:
         data: The bytes of the file, or a map of it.
@@ -321,7 +324,8 @@ class _Graph:
 
 
 def _block_product(node: _Node, columns: int) -> Product:
-    """Read MatMulNBits: weights [N, blocks, bytes], scales, zero points, order of inputs (left out), bias."""
+    """Read MatMulNBits: weights [N, blocks, bytes], scales, zero points, order of inputs (left
+    out), bias."""
     numbers = node.numbers
     bits = numbers["bits"]
     block_size = numbers["block_size"]
@@ -350,7 +354,8 @@ def _block_product(node: _Node, columns: int) -> Product:
 
 
 def _float_product(node: _Node, columns: int) -> Product | None:
-    """Read MatMul, FusedMatMul or Gemm if the matrix holds floats, and is a constant or an input of the graph."""
+    """Read MatMul, FusedMatMul or Gemm if the matrix holds floats, and is a constant or an input of
+    the graph."""
     rows = node.operand(0)
     weights = node.operand(1)
     if rows is None or weights is None or not rows.given:
@@ -375,8 +380,8 @@ def _float_product(node: _Node, columns: int) -> Product | None:
 
 
 def _experts(node: _Node, columns: int) -> Product | None:
-    """Read MoE or QMoE, cut to two experts with few hidden units; None for layouts that no exporter of qsample writes.
-    columns: Not used: the outputs are not cut."""
+    """Read MoE or QMoE, cut to two experts with few hidden units; None for layouts that no exporter
+    of qsample writes. columns: Not used: the outputs are not cut."""
     numbers = node.numbers
     quantized = node.operator == "QMoE"
     bits = numbers.get("expert_weight_bits", 0)
@@ -418,8 +423,8 @@ def _experts(node: _Node, columns: int) -> Product | None:
 
 
 def _attention(node: _Node, columns: int) -> Attention | None:
-    """Read GroupQueryAttention with `query_seqlens` over a whole cache: only packages with guesses have it. columns:
-    Not used."""
+    """Read GroupQueryAttention with `query_seqlens` over a whole cache: only packages with guesses
+    have it. columns: Not used."""
     numbers = node.numbers
     past = node.operand(_PAST_KEY_SLOT)
     if numbers.get("sliding_window_cache", 0) or len(node.operands) <= QUERY_SEQLENS_SLOT:

@@ -1,4 +1,5 @@
-"""How ONNX Runtime runs: the options that a caller may set, the options of every session, and the number of threads."""
+"""How ONNX Runtime runs: the options that a caller may set, the options of every session, and the
+number of threads."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class SessionOptions:
         intra_op_num_threads: threads of one operator; by default as `chosen_threads` says.
         provider_options: for the first provider.
         config: further session configuration entries by ONNX Runtime's key.
-        batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes what is fastest.
+        batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes
+            what is fastest.
     """
 
     intra_op_num_threads: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
@@ -67,10 +69,10 @@ class SessionOptions:
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
-    """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are about optimisations,
-    errors are exceptions, and both print a graph's names as they are: such names could command a terminal. On AVX-512,
-    its defaults for spinning, affinity, arena, memory patterns and shares of threads were the fastest, within 2 %:
-    `benchmarks/session_options.py`."""
+    """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are
+    about optimisations, errors are exceptions, and both print a graph's names as they are: such
+    names could command a terminal. On AVX-512, its defaults for spinning, affinity, arena, memory
+    patterns and shares of threads were the fastest, within 2 %: `benchmarks/session_options.py`."""
     ort.disable_telemetry_events()  # if onnxruntime was imported before qsample
     options = ort.SessionOptions()
     options.log_severity_level = 4
@@ -83,9 +85,9 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """The threads of a session: `asked`, or one for each core that this process may use; None: ONNX Runtime's choice.
-    ONNX Runtime would start a thread for every core of the machine, and bind each to its core, regardless of the
-    process's affinity and of its container's quota."""
+    """The threads of a session: `asked`, or one for each core that this process may use; None: ONNX
+    Runtime's choice. ONNX Runtime would start a thread for every core of the machine, and bind each
+    to its core, regardless of the process's affinity and of its container's quota."""
     if asked is not None or _from_environment() is not None:
         return asked
     usable = min(_cores(_affinity()), *_quotas(), _machine())
@@ -98,7 +100,8 @@ class PartThreads:
 
     Attributes:
         processors: The numbers of the processors that they run on; None for any.
-        count: The number of threads of the part's session; None if ORT_INTRA_OP_NUM_THREADS sets it.
+        count: The number of threads of the part's session; None if ORT_INTRA_OP_NUM_THREADS sets
+            it.
     """
 
     processors: Sequence[int] | None = None
@@ -108,8 +111,9 @@ class PartThreads:
 def threads_of_parts(parts: int) -> list[PartThreads]:
     """Divide the machine among the parts of a decoder that run on the CPU.
 
-    Each part gets the processors of a NUMA node, or of several, if there are as many nodes as parts; otherwise any
-    processors and a share of the cores. All parts have the same number of threads, so that they round alike.
+    Each part gets the processors of a NUMA node, or of several, if there are as many nodes as
+    parts; otherwise any processors and a share of the cores. All parts have the same number of
+    threads, so that they round alike.
 
     Args:
         parts: The number of parts.
@@ -199,7 +203,8 @@ def _core(number: int) -> str:
 
 
 def _quotas() -> Iterator[int]:
-    """The processor time that each control group around this process may take, in processors, rounded up."""
+    """The processor time that each control group around this process may take, in processors,
+    rounded up."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

@@ -1,7 +1,9 @@
-"""Execution providers: their names, their presence here, what a package's manifest may ask of them, and their sessions.
+"""Execution providers: their names, their presence here, what a package's manifest may ask of them,
+and their sessions.
 
-Some are part of ONNX Runtime. Others are plugins: libraries of separate packages; they have to be registered first
-(https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS` has what qsample knows of each.
+Some are part of ONNX Runtime. Others are plugins: libraries of separate packages; they have to be
+registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS`
+has what qsample knows of each.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ ON_HOST: Final = "forceCpuNodeNames"
 
 
 class Provider(NamedTuple):
-    """What qsample knows of an execution provider. extra: of qsample, brings it; advice: the rest of that sentence.
-    options: precision and the options that compile's targets write, each with a pattern of its whole value: a manifest
-    may set them; None: no manifest may name the provider. memory: the device of a session's buffers. fallbacks:
-    providers before the CPU's for the nodes that it leaves over."""
+    """What qsample knows of an execution provider. extra: of qsample, brings it; advice: the rest
+    of that sentence. options: precision and the options that compile's targets write, each with a
+    pattern of its whole value: a manifest may set them; None: no manifest may name the provider.
+    memory: the device of a session's buffers. fallbacks: providers before the CPU's for the nodes
+    that it leaves over."""
 
     extra: str = ""
     advice: str = ""
@@ -76,8 +79,9 @@ _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 
 
 def execution_providers(name: str) -> tuple[str, ...]:
-    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's last. QsampleError
-    unless ONNX Runtime knows the provider, or an installed plugin `onnxruntime_ep_<name>` brings it."""
+    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's
+    last. QsampleError unless ONNX Runtime knows the provider, or an installed plugin
+    `onnxruntime_ep_<name>` brings it."""
     known = {short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
     if provider is None:
@@ -95,7 +99,8 @@ def device_of(providers: Sequence[str]) -> str:
 
 
 def available_providers() -> list[str]:
-    """The providers of this installation: ONNX Runtime's providers and the providers of installed plugins."""
+    """The providers of this installation: ONNX Runtime's providers and the providers of installed
+    plugins."""
     own: list[str] = ort.get_available_providers()
     return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
 
@@ -131,7 +136,8 @@ def check_version(least: str) -> None:
 
 
 def is_plugin(provider: str) -> bool:
-    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives such packages
+    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives
+    such packages
     (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html)."""
     return provider in _plugin_providers(_plugin_module(provider))
 
@@ -150,7 +156,8 @@ def _plugin_module(provider: str) -> str:
 
 
 def _plugin_providers(module: str) -> list[str]:
-    """The providers of a plugin; none if it is not installed. `onnxruntime_ep_cuda` does not have CUDA's own."""
+    """The providers of a plugin; none if it is not installed. `onnxruntime_ep_cuda` does not have
+    CUDA's own."""
     if not module.isidentifier() or find_spec(module) is None:
         return []
     names: list[str] = import_module(module).get_ep_names()
@@ -165,10 +172,11 @@ def _install_advice(provider: str) -> str:
 
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
-    """Raise PackageError if the manifest of a device package names a provider or an option that a package may not: a
-    manifest may come from anybody, and some options of a provider load libraries or write files. The package's compile
-    target (entry point group `qsample.targets`), if installed, may have every option that it writes. The caller's
-    `provider`, by short name or in a list, and options `chosen`, used in place of the manifest's, are allowed."""
+    """Raise PackageError if the manifest of a device package names a provider or an option that a
+    package may not: a manifest may come from anybody, and some options of a provider load libraries
+    or write files. The package's compile target (entry point group `qsample.targets`), if
+    installed, may have every option that it writes. The caller's `provider`, by short name or in a
+    list, and options `chosen`, used in place of the manifest's, are allowed."""
     compilation = package.manifest.compilation
     if compilation is None:
         return
@@ -209,9 +217,11 @@ class Place:
     """Where a package's graphs run here.
 
     Attributes:
-        providers: ONNX Runtime's execution providers in order of preference; this installation has all of them.
+        providers: ONNX Runtime's execution providers in order of preference; this installation has
+            all of them.
         device: The device of the decoder's buffers: "cpu", "cuda" or "webgpu".
-        compiled_for: The first execution provider that the package was compiled for; None for a portable package.
+        compiled_for: The first execution provider that the package was compiled for; None for a
+            portable package.
     """
 
     providers: tuple[str, ...]
@@ -229,13 +239,14 @@ class Place:
 
         Args:
             package: The package.
-            provider: A short name (see `execution_providers`) or ONNX Runtime's provider names in order of preference;
-                None for the provider that a device package was compiled for, otherwise the CPU.
+            provider: A short name (see `execution_providers`) or ONNX Runtime's provider names in
+                order of preference; None for the provider that a device package was compiled for,
+                otherwise the CPU.
             provider_options: The caller's options of the first provider.
 
         Raises:
-            QsampleError: The provider does not exist here, the package was compiled for another provider, or it needs a
-                newer ONNX Runtime.
+            QsampleError: The provider does not exist here, the package was compiled for another
+                provider, or it needs a newer ONNX Runtime.
             PackageError: The manifest names a provider or an option that a package may not name.
             ValueError: `provider` is neither a name nor a list of names.
         """
@@ -263,10 +274,11 @@ class Place:
 
     @property
     def is_plain_cpu(self) -> bool:
-        """Whether ONNX Runtime's CPU provider runs graphs that were compiled for it or for no provider.
+        """Whether ONNX Runtime's CPU provider runs graphs that were compiled for it or for no
+        provider.
 
-        Elsewhere attention is compiled for the capacity as its longest row, so it takes no batch of prompts, whichever
-        provider runs it.
+        Elsewhere attention is compiled for the capacity as its longest row, so it takes no batch of
+        prompts, whichever provider runs it.
         """
         return self.on_cpu and self.compiled_for in (None, CPU)
 
@@ -295,7 +307,8 @@ def _wanted_providers(package: Package, provider: str | Sequence[str] | None) ->
 
 
 def _named_by(provider: Any, target: str) -> tuple[str, ...]:
-    """The execution providers that the caller names; none for the name of a target that ONNX Runtime does not know."""
+    """The execution providers that the caller names; none for the name of a target that ONNX
+    Runtime does not know."""
     if provider is None:
         return ()
     if not isinstance(provider, str):
@@ -309,7 +322,8 @@ def _named_by(provider: Any, target: str) -> tuple[str, ...]:
 
 
 def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """The providers and options that an installed target writes; nothing if it cannot be imported here."""
+    """The providers and options that an installed target writes; nothing if it cannot be imported
+    here."""
     if name not in extension_names(TARGETS):
         return (), {}
     try:
@@ -327,9 +341,10 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ort.InferenceSession:
-    """A session of a model's file, or of the graph in bytes. `providers` come in order of preference, the first with
-    `provider_options`; `more` is for InferenceSession. Raises QsampleError if the first provider does not load; ONNX
-    Runtime would only warn, and run without it."""
+    """A session of a model's file, or of the graph in bytes. `providers` come in order of
+    preference, the first with `provider_options`; `more` is for InferenceSession. Raises
+    QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without
+    it."""
     chosen = dict(provider_options or {})
     if CUDA in providers:
         ort.preload_dlls()  # the CUDA libraries of pip packages
@@ -352,8 +367,8 @@ def open_session(
 def compile_context(
     source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
 ) -> None:
-    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext nodes replace the
-    nodes that it runs, and next to it their content and the remaining weights
+    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext
+    nodes replace the nodes that it runs, and next to it their content and the remaining weights
     (https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html)."""
     options = session_options()
     if is_plugin(providers[0]):
@@ -374,8 +389,9 @@ def compile_context(
 def add_plugin(
     options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]
 ) -> None:
-    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if it has none. For
-    OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and properties of that device
+    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if
+    it has none. For OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and
+    properties of that device
     (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html)."""
     if provider == OPENVINO:
         _add_openvino(options, provider_options)
@@ -409,7 +425,8 @@ def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, st
 
 
 def plugin_devices(provider: str) -> list[Any]:
-    """The devices that a plugin's provider has here, as ONNX Runtime's OrtEpDevice. Registers the plugin first."""
+    """The devices that a plugin's provider has here, as ONNX Runtime's OrtEpDevice. Registers the
+    plugin first."""
     if not any(device.ep_name == provider for device in ort.get_ep_devices()):
         library = import_module(_plugin_module(provider)).get_library_path()
         ort.register_execution_provider_library(provider, library)

@@ -3,8 +3,8 @@
 On many processors, ONNX Runtime multiplies a single row, or the last of an odd number of rows, with
 kernels that add up in another order than the kernels for more rows. That depends on the processor,
 on the kind of the product (bits, blocks, zero points, weights packed in advance) and on the version
-of ONNX Runtime; docs/devices.md has a table. So when a package is opened, a small product of each of
-its kinds is computed over several numbers of rows, which takes milliseconds.
+of ONNX Runtime; docs/devices.md has a table. So when a package is opened, a small product of each
+of its kinds is computed over several numbers of rows, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -106,11 +106,13 @@ class Rounding(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether products and experts round every number of rows alike, so that a graph need not pad its rows."""
+        """Whether products and experts round every number of rows alike, so that a graph need not
+        pad its rows."""
         return self.products.any and self.experts.any
 
     def described(self) -> str:
-        """In words, such as "products: one row rounds otherwise than several, so a step computes two"."""
+        """In words, such as "products: one row rounds otherwise than several, so a step computes
+        two"."""
         parts = [f"products: {_DESCRIPTIONS[self.products]}"]
         if not self.experts.any:
             parts.append(f"experts: {_DESCRIPTIONS[self.experts]}")
@@ -146,7 +148,8 @@ def measured(
     try:
         return _measured(kernels, threads, tuple(sorted((config or {}).items())))
     except Exception as error:  # ONNX Runtime's exceptions have no other common base.
-        # Exporters of qsample write no such products. An even number of rows suits every known kernel.
+        # Exporters of qsample write no such products. An even number of rows suits every known
+        # kernel.
         unknown = f"its products cannot be measured ({error!s:.200})"
         return Rounding(_EVEN_ROWS, _EVEN_ROWS, _EVEN_ROWS, unknown=(unknown,))
 
@@ -276,7 +279,8 @@ class _SmallGraph:
         return model(self._nodes, types, self._outputs, self._constants)
 
     def _activations(self, product: Product) -> list[str]:
-        """The names of the rows, and for experts the name of the choice. Products with equal inputs share them."""
+        """The names of the rows, and for experts the name of the choice. Products with equal inputs
+        share them."""
         rows = f"rows_{product.inputs}_{product.dtype}"
         if rows not in self.feeds:
             self.feeds[rows] = 50 * self._numbers((_MAX_ROWS, product.inputs), product.dtype)
@@ -307,8 +311,8 @@ class _SmallGraph:
         return result
 
     def _numbers(self, shape: tuple[int, ...], dtype: str, *, transposed: bool = False) -> Array:
-        """Random numbers. transposed: The last axis counts the outputs, and the first outputs are the same for any
-        number of outputs."""
+        """Random numbers. transposed: The last axis counts the outputs, and the first outputs are
+        the same for any number of outputs."""
         source = self._levels if dtype == "uint8" else self._normal
         if transposed:
             numbers = np.resize(source, shape[::-1]).T
@@ -365,7 +369,8 @@ class _SmallAttention:
         self._session = open_session(model([attend], inputs, outputs, constants), options, (CPU,))
 
     def run(self, steps: Iterable[int]) -> list[Array]:
-        """Read the tokens in steps; returns the attended tokens and the cache. steps: The numbers of tokens."""
+        """Read the tokens in steps; returns the attended tokens and the cache. steps: The numbers
+        of tokens."""
         start = 0
         attended = list[Array]()
         key = np.zeros(self._cache_shape, self._cache_dtype)
@@ -384,7 +389,8 @@ class _SmallAttention:
 
 
 def _attends_alike(attention: Attention, options: ort.SessionOptions) -> bool:
-    """Whether an attention computes the same bits for some tokens of a row at once as one by one."""
+    """Whether an attention computes the same bits for some tokens of a row at once as one by
+    one."""
     small = _SmallAttention(attention, options)
     one_by_one = small.run([1] * ATTENTION_TOKENS)
     for steps in _ATTENTION_STEPS:

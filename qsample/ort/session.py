@@ -36,7 +36,7 @@ from qsample.ort.batching import (
     guesses_are_exact,
 )
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
-from qsample.ort.buffers import WITHOUT_ADDRESSES, Buffer
+from qsample.ort.buffers import DEVICES_WITHOUT_ADDRESSES, Buffer
 from qsample.ort.linux_memory import give_back_after, in_huge_pages, release_pages
 from qsample.ort.options import (
     FOLDER_OF_WEIGHTS,
@@ -67,8 +67,8 @@ class Sessions:
         interface: The interface of the graphs.
         decoder: The decoder's session; if it has parts, the session of the first part.
         sampler: The session that samples on the host; None if the decoder samples.
-        device: The device of the decoder's buffers, "cpu", "cuda" or "webgpu"; if the decoder has parts, the device of
-            the last part, such as "cuda:1".
+        device: The device of the decoder's buffers, "cpu", "cuda" or "webgpu"; if the decoder has
+            parts, the device of the last part, such as "cuda:1".
         prompts: The calls in which prompts are read.
         rows: The numbers of rows of a decode step.
         guesses: Whether steps may check guesses; False if guesses would change tokens here.
@@ -90,9 +90,9 @@ class Sessions:
 
     @property
     def input_device(self) -> str:
-        """The device of what the host writes and graphs only read: the host if the memory has no addresses, and then
-        each run copies it."""
-        return "cpu" if self.device in WITHOUT_ADDRESSES else self.device
+        """The device of what the host writes and graphs only read: the host if the memory has no
+        addresses, and then each run copies it."""
+        return "cpu" if self.device in DEVICES_WITHOUT_ADDRESSES else self.device
 
     def device_of(self, tensor: TensorSpec) -> str:
         """The device of an input or a state: a state is where a part computes its next value."""
@@ -103,7 +103,8 @@ class Sessions:
         return self.device
 
     def binder(self, spec: GraphSpec) -> Callable[..., BoundGraph | BoundParts]:
-        """Return a function that binds the decoder to buffers, for one user of the buffers at a time.
+        """Return a function that binds the decoder to buffers, for one user of the buffers at a
+        time.
 
         Args:
             spec: The decoder's inputs, states and outputs.
@@ -133,8 +134,9 @@ def open_sessions(
 
     Args:
         package: The package.
-        provider: A short name (see `execution_providers`) or ONNX Runtime's provider names in order of preference; by
-            default the provider that a device package was compiled for, otherwise "cpu".
+        provider: A short name (see `execution_providers`) or ONNX Runtime's provider names in order
+            of preference; by default the provider that a device package was compiled for, otherwise
+            "cpu".
         options: How ONNX Runtime runs.
         logits: Whether the logits are among the decoder's outputs; see `with_logits`.
 
@@ -231,7 +233,8 @@ class _GraphOpener:
             ) from error
 
     def _provider_options(self, file: str) -> dict[str, str]:
-        """The options of the first provider for a graph. The manifest's options are for its first provider."""
+        """The options of the first provider for a graph. The manifest's options are for its first
+        provider."""
         compilation = self.package.manifest.compilation
         is_decoder = file == DECODER or file in _part_files(compilation)
         chosen = dict(self.options.provider_options)
@@ -241,8 +244,8 @@ class _GraphOpener:
             and self.providers[0] == compilation.execution_providers[0]
         ):
             chosen = {**compilation.provider_options, **chosen}
-        # Other graphs are not captured: they have control flow, run once, or read memory of the host, and a replay
-        # would not read it again.
+        # Other graphs are not captured: they have control flow, run once, or read memory of the
+        # host, and a replay would not read it again.
         if not is_decoder or not self.package.interface.captured:
             chosen.pop(_CAPTURE_OPTION, None)
         return chosen
@@ -250,7 +253,8 @@ class _GraphOpener:
 
 @cache
 def _lasting_scalar(number: int) -> ort.OrtValue:
-    """An int64 that lives as long as the process: a session reads the memory of initializers that it was given."""
+    """An int64 that lives as long as the process: a session reads the memory of initializers that
+    it was given."""
     return ort.OrtValue.ortvalue_from_numpy(np.array(number, np.int64))
 
 
@@ -274,7 +278,8 @@ class _Decoder:
 def _open_decoder(
     opener: _GraphOpener, place: Place, threads: Sequence[PartThreads], *, logits: bool
 ) -> _Decoder:
-    """Open the decoder, whole or in parts, and check its interface. threads: The threads of each part."""
+    """Open the decoder, whole or in parts, and check its interface. threads: The threads of each
+    part."""
     package = opener.package
     spec = package.interface.decoder
     wanted = with_logits(spec) if logits else spec
@@ -307,7 +312,8 @@ def _open_decoder(
 
 
 def _compiled_sizes(package: Package) -> dict[str, int]:
-    """The sizes of the decoder's axes that have one. The batch and the capacity of other graphs are free."""
+    """The sizes of the decoder's axes that have one. The batch and the capacity of other graphs are
+    free."""
     sizes = dict(package.interface.sizes)
     compilation = package.manifest.compilation
     if compilation is not None:
@@ -320,7 +326,8 @@ def _compiled_sizes(package: Package) -> dict[str, int]:
 def _open_parts(
     opener: _GraphOpener, device: str, threads: Sequence[PartThreads], *, adds_logits: bool
 ) -> tuple[Part, ...]:
-    """Open each part of the decoder in the thread that runs it: on a GPU each, or each on its processors."""
+    """Open each part of the decoder in the thread that runs it: on a GPU each, or each on its
+    processors."""
     files = _part_files(opener.package.manifest.compilation)
     captured = opener.captures
     parts = list[Part]()
@@ -344,7 +351,8 @@ def _on_gpu(opener: _GraphOpener, number: int) -> _GraphOpener:
 
 
 def _joined(parts: Sequence[Part]) -> Any:
-    """The inputs and outputs of all parts, without the hidden states between them, as a session has them."""
+    """The inputs and outputs of all parts, without the hidden states between them, as a session has
+    them."""
     hidden = hidden_states(parts)
     sessions = [part.session for part in parts]
     inputs = {value.name: value for session in sessions for value in session.get_inputs()}
@@ -403,9 +411,11 @@ def open_vision(
     provider: str | Sequence[str] | None = None,
     options: SessionOptions | None = None,
 ) -> VisionSession:
-    """Load vision.onnx of a package that reads images; arguments and errors are those of `open_sessions`.
+    """Load vision.onnx of a package that reads images; arguments and errors are those of
+    `open_sessions`.
 
-    The session's threads do not spin while they wait for work: they would take processors from the decoder.
+    The session's threads do not spin while they wait for work: they would take processors from the
+    decoder.
     """
     options = options or SessionOptions()
     place = Place.of(package, provider, options.provider_options)
@@ -417,14 +427,16 @@ def open_vision(
 
 
 def with_logits(spec: GraphSpec) -> GraphSpec:
-    """`spec` with the logits among its outputs, as in sessions that were opened with `logits=True`."""
+    """`spec` with the logits among its outputs, as in sessions that were opened with
+    `logits=True`."""
     if LOGITS in spec.outputs:
         return spec
     return replace(spec, outputs=(*spec.outputs, LOGITS))
 
 
 def _advice_on_newer_compiler(package: Package) -> str:
-    """Advice if a newer ONNX Runtime compiled the package, whose operators this ONNX Runtime may lack."""
+    """Advice if a newer ONNX Runtime compiled the package, whose operators this ONNX Runtime may
+    lack."""
     compilation = package.manifest.compilation
     if compilation is None:
         return ""
@@ -482,7 +494,8 @@ def _check_side(
 def _mismatch(
     value: Any, spec: TensorSpec, sizes: Mapping[str, int], *, shape_known: bool
 ) -> str | None:
-    """The fault of a session's input or output; None if it fits. An output may have lost its shape to optimisation."""
+    """The fault of a session's input or output; None if it fits. An output may have lost its shape
+    to optimisation."""
     wanted_type = DTYPES[spec.dtype].onnxruntime
     if value.type != wanted_type:
         return f"is {value.type}, not {wanted_type}"

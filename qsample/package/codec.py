@@ -1,4 +1,5 @@
-"""Dataclasses ↔ JSON values. `encode` and `decode` walk over the same fields, as `contract.storage` describes them."""
+"""Dataclasses ↔ JSON values. `encode` and `decode` walk over the same fields, as `contract.storage`
+describes them."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def decode(kind: Any, value: Any, where: str, storage: Storage | None = None) ->
 
 
 def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a JSON value has a type without parts. A bool is no int, as in JSON and unlike in Python."""
+    """Whether a JSON value has a type without parts. A bool is no int, as in JSON and unlike in
+    Python."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     return type(value) is kind

@@ -28,8 +28,8 @@ _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` is the first token of a
-    text, and the ids `eos` end a row by default."""
+    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` is
+    the first token of a text, and the ids `eos` end a row by default."""
 
     pad: int
     bos: int | None
@@ -41,9 +41,11 @@ class Source:
     """The model that was exported.
 
     Attributes:
-        model_id: its hub id; of a folder the last name, because a package is the same wherever its model lay.
+        model_id: its hub id; of a folder the last name, because a package is the same wherever its
+            model lay.
         revision: the commit of the hub.
-        files: name → sha256 of the files that were read, in hexadecimal; an adapter's begin with "adapter/".
+        files: name → sha256 of the files that were read, in hexadecimal; an adapter's begin with
+            "adapter/".
         license: as the model's README.md states it, in the hub's words.
     """
 
@@ -57,8 +59,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class GraphPart:
-    """A part of the decode graph, for a device. layers: the first, and the one after its last. weight_bytes: of all its
-    weights, which lie in the files of the whole graph's."""
+    """A part of the decode graph, for a device. layers: the first, and the one after its last.
+    weight_bytes: of all its weights, which lie in the files of the whole graph's."""
 
     file: str
     layers: tuple[int, ...]
@@ -77,9 +79,10 @@ class Compilation:
         placement: execution provider → operator → number of nodes.
         self_test: figures of the run that compared it with the portable graph.
         provider_options: of the first execution provider.
-        quantization: of weights and cache, if any, with the bytes of the weights before and after, the number of
-            matrices that came quantized, and the measured divergence.
-        least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as docs/contract.md says.
+        quantization: of weights and cache, if any, with the bytes of the weights before and after,
+            the number of matrices that came quantized, and the measured divergence.
+        least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as
+            docs/contract.md says.
         parts: of the decode graph in order, each for a device; none if it is for one device.
         options: of compile, except those with their default; a calibration text is its sha256.
         versions: as in `Manifest`, of the compilation.
@@ -117,12 +120,15 @@ class Manifest:
         parity: figures of the export's comparison with the original model.
         compilation: device packages only.
         files: name → entry; filled in by the writer.
-        images: how an image becomes pixels, and text with images token ids; see `qsample.images`. None: text only.
-        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits, block sizes, bytes;
-            of a GGUF file also the type of most weights, in llama.cpp's words, such as Q4_1.
+        images: how an image becomes pixels, and text with images token ids; see `qsample.images`.
+            None: text only.
+        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits,
+            block sizes, bytes; of a GGUF file also the type of most weights, in llama.cpp's words,
+            such as Q4_1.
 
-    The same model, versions and options make the same manifest: it has no dates and no times, and the errors that gates
-    measured, which depend on the number of threads, are rounded up to powers of ten.
+    The same model, versions and options make the same manifest: it has no dates and no times, and
+    the errors that gates measured, which depend on the number of threads, are rounded up to powers
+    of ten.
     """
 
     kind: Literal["portable", "device"]
@@ -182,8 +188,8 @@ class Manifest:
 
 
 def model_package(packages: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a model package, from
-    the manifests by folder, relative to the folder of `manifest.json`."""
+    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a
+    model package, from the manifests by folder, relative to the folder of `manifest.json`."""
     components: dict[str, Any] = {}
     for folder, manifest in packages.items():
         compilation = manifest.compilation
@@ -224,7 +230,8 @@ def _check_versions(data: Mapping[str, Any]) -> None:
 
 
 def _check_graphs_are_listed(manifest: Manifest) -> None:
-    """Raise PackageError if the manifest lists no file for a graph or a part of the decode graph."""
+    """Raise PackageError if the manifest lists no file for a graph or a part of the decode
+    graph."""
     names = list(manifest.interface.graphs)
     if manifest.compilation is not None:
         names += [part.file for part in manifest.compilation.parts]
@@ -236,7 +243,8 @@ def _check_graphs_are_listed(manifest: Manifest) -> None:
 
 
 def _check_scalars(data: Any, where: str) -> None:
-    """Raise PackageError for excessive integers, and for texts that a terminal or a file could not take."""
+    """Raise PackageError for excessive integers, and for texts that a terminal or a file could not
+    take."""
     if isinstance(data, dict):
         for key, value in data.items():
             _check_scalars(key, f"a key of {where}")
@@ -260,7 +268,8 @@ def _is_surrogate(character: str) -> bool:
 
 
 def _commands_of(data: Mapping[str, Any]) -> str:
-    """The commands that make a package of an older contract again, as far as its manifest, with other keys, says."""
+    """The commands that make a package of an older contract again, as far as its manifest, with
+    other keys, says."""
     make = "export" if _shell_word(data, "versions", "transformers") else "bake"
     model = _shell_word(data, "source", "model_id") or "MODEL"
     if data.get("kind") != "device":
@@ -274,7 +283,8 @@ def _commands_of(data: Mapping[str, Any]) -> str:
 
 
 def _shell_word(data: Mapping[str, Any], name: str, key: str) -> str | None:
-    """The value of `key` in the object `name`, as a word for a shell; None if it is missing or cannot be shown."""
+    """The value of `key` in the object `name`, as a word for a shell; None if it is missing or
+    cannot be shown."""
     values = data.get(name)
     if not isinstance(values, dict) or key not in values:
         return None

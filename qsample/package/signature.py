@@ -1,8 +1,9 @@
-"""Signatures of packages: `model.sig` has the sha256 of every other file of its folder, as OpenSSF model signing does.
+"""Signatures of packages: `model.sig` has the sha256 of every other file of its folder, as OpenSSF
+model signing does.
 
-The library `model-signing` checks the signatures (https://github.com/ossf/model-signing-spec). It gets the hashes that
-the manifest states, and reading compares these with the files, so each file is hashed once. `addons.trust.signing`
-makes signatures.
+The library `model-signing` checks the signatures (https://github.com/ossf/model-signing-spec). It
+gets the hashes that the manifest states, and reading compares these with the files, so each file is
+hashed once. `addons.trust.signing` makes signatures.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MAX_SIGNATURE_BYTES: Final = 1 << 24
 # The library leaves these out of a signature.
 _GIT_NAMES: Final = (".git", ".gitattributes", ".github", ".gitignore")
 
-# Files of public keys or of certificate authorities in PEM, folders of `.pem` files, or "sigstore:ACCOUNT,ISSUER".
+# Files of public keys or of certificate authorities in PEM, folders of `.pem` files, or
+# "sigstore:ACCOUNT,ISSUER".
 TrustedKeys = str | Path | Sequence[str | Path]
 
 
@@ -33,7 +35,8 @@ class Signer(NamedTuple):
 
     Attributes:
         kind: "key", "certificate" or "sigstore".
-        fingerprint: The sha256, in hexadecimal, of the public key in PEM, or of the certificate in DER.
+        fingerprint: The sha256, in hexadecimal, of the public key in PEM, or of the certificate in
+            DER.
     """
 
     kind: str
@@ -127,7 +130,8 @@ def _pem_files(places: Iterable[str]) -> Iterator[Path]:
 
 
 def signer_of(folder: Path) -> Signer | None:
-    """The signer of the package in a folder, unchecked, as the signature names it; None without a signature.
+    """The signer of the package in a folder, unchecked, as the signature names it; None without a
+    signature.
 
     Raises PackageError if the signature is damaged.
     """
@@ -183,7 +187,8 @@ def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: Trust
 
 
 def _first_change(signature: _Signature, hashes: Mapping[str, str]) -> str | None:
-    """How the first file in alphabetical order differs from the file that was signed; None if no file differs."""
+    """How the first file in alphabetical order differs from the file that was signed; None if no
+    file differs."""
     names = {name for name, _ in signature.digests.items() ^ hashes.items()}
     if not names:
         return None
@@ -209,7 +214,8 @@ def files_to_sign(folder: Path) -> Iterator[str]:
 
 
 def signing_library() -> Any:
-    """The module `model_signing`. Raises QsampleError, with a hint, if it or a part of it is not installed."""
+    """The module `model_signing`. Raises QsampleError, with a hint, if it or a part of it is not
+    installed."""
     try:
         import model_signing
     except ModuleNotFoundError as error:
@@ -235,7 +241,8 @@ def _known_hashes(library: Any, hashes: Mapping[str, str]) -> Any:
 
 
 def _read(folder: Path) -> _Signature | None:
-    """Read the signature in a folder; None if there is none. Raises PackageError if it is damaged."""
+    """Read the signature in a folder; None if there is none. Raises PackageError if it is
+    damaged."""
     path = folder / SIGNATURE_NAME
     try:
         bundle = read_json(path, _MAX_SIGNATURE_BYTES)

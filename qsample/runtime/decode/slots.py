@@ -42,7 +42,7 @@ from qsample.contract.tensors import (
 from qsample.images.prompt import ImagePrompt
 from qsample.ort.bound_graph import BoundGraph
 from qsample.ort.buffers import (
-    WITHOUT_ADDRESSES,
+    DEVICES_WITHOUT_ADDRESSES,
     Buffer,
     OutputRing,
     RetainedState,
@@ -229,7 +229,7 @@ class Slots:
     @property
     def read_while_running(self) -> bool:
         """Whether the results of a step may be read while another thread runs the next."""
-        return self._device not in WITHOUT_ADDRESSES
+        return self._device not in DEVICES_WITHOUT_ADDRESSES
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -442,7 +442,11 @@ class Slots:
         side = (self.step if step is None else step) % 2  # `flip` and `decode` take turns in step
         states = self._state.inputs(side=side)
         status, lengths = states[STATUS.name].read(), states[LENGTHS.name].read()
-        if newest is None or self._device in ("cpu", *WITHOUT_ADDRESSES) or newest >= self.capacity:
+        if (
+            newest is None
+            or self._device in ("cpu", *DEVICES_WITHOUT_ADDRESSES)
+            or newest >= self.capacity
+        ):
             tokens, newest = states[TOKENS.name].read(), None
         else:
             tokens = self._newest.read(states, newest)
