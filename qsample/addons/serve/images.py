@@ -27,7 +27,7 @@ from qsample.addons.serve.http import ApiError
 from qsample.disk.untrusted import open_plain
 from qsample.errors import shown
 from qsample.images.messages import check_base64, decode_data_url
-from qsample.text.chat import IMAGES
+from qsample.text.chat import IMAGE_TYPES
 
 _DETAILS: Final = ("auto", "low", "high", "original")  # OpenAI's; each is read as "auto"
 _SECONDS: Final = 10.0  # for an image, redirects included
@@ -57,7 +57,7 @@ def take_addresses(
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
-        if isinstance(part, dict) and part.get("type") in IMAGES
+        if isinstance(part, dict) and part.get("type") in IMAGE_TYPES
     ]
     if len(parts) > most:
         raise _refused(
@@ -69,7 +69,7 @@ def take_addresses(
     for message in taken if parts else ():
         if isinstance(content := message.get("content"), list):
             message["content"] = [
-                {"type": IMAGES[0]} if id(part) in bare else part for part in content
+                {"type": IMAGE_TYPES[0]} if id(part) in bare else part for part in content
             ]
     return taken, addresses
 
