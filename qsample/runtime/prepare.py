@@ -1,4 +1,5 @@
-"""A call as sequences: its prompts as token ids, its parameters as the arrays that the graph reads, a seed for each."""
+"""A call → sequences: the prompts as token ids, the parameters as the arrays that the graph reads, a
+seed for each row."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import secrets
 import sys
 from collections import abc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from qsample.contract.tensors import (
     MASK_WORDS,
     PAD_STOP_ID,
     PROMPT_LOOKUP,
+    TensorSpec,
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
@@ -34,6 +36,14 @@ from qsample.text.generated_text import PROMPT_CONTEXT_TOKENS, GeneratedText, ch
 from qsample.text.tokenizer import Tokenizer, choose_tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class _FittedParams:
+    """Sampling parameters that fit the package, and the adapter that they name."""
+
+    params: SamplingParams
+    adapter: Adapter | None
+
+
 def make_sequences(
     call: Call,
     interface: Interface,
@@ -45,8 +55,24 @@ def make_sequences(
     *,
     priority: int = 0,
 ) -> tuple[list[Sequence], Guide | None]:
-    """`num_return_sequences` adjacent sequences for each prompt, and their guide, if allowed_tokens is a function.
-    capacity: tokens of a slot, from the need of the longest sequence. Raises ValueError for a wrong argument."""
+    """Make the sequences of a call: `num_return_sequences` adjacent sequences for each prompt.
+
+    Args:
+        call: the call.
+        interface: the interface of the package.
+        token_ids: the special tokens of the package.
+        tokenizer: the tokenizer of the package; None without one.
+        capacity: returns the number of tokens of a slot, given the need of the longest sequence.
+        adapters: the loaded adapters by name.
+        reader: reads the images of the prompts.
+        priority: the rank of the sequences among those that wait, see `SequenceRequest`.
+
+    Returns:
+        The sequences, and their guide if allowed_tokens is a function.
+
+    Raises:
+        ValueError: If an argument of the call is wrong.
+    """
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
@@ -54,108 +80,142 @@ def make_sequences(
         call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent
     )
     params = _params_of_prompts(call.params, len(prompts))
-    count = call.num_return_sequences
-    for index, own in enumerate(params):
-        if count > 1 and own.temperature == 0:
-            raise ValueError(
-                f"num_return_sequences is {count} and prompt {index} is continued greedily, which gives a single "
-                "sequence; give do_sample=True or a temperature, or leave num_return_sequences out"
-            )
-    seeds = choose_seeds(call.seed, call.params, len(prompts), count)
-    stops = check_stop_strings(call.stop_strings)
-    if stops and tokenizer is None:
+    rows_per_prompt = call.num_return_sequences
+    _check_draws(params, rows_per_prompt)
+    seeds = choose_seeds(call.seed, call.params, len(prompts), rows_per_prompt)
+    stop_strings = check_stop_strings(call.stop_strings)
+    if stop_strings and tokenizer is None:
         raise ValueError(
-            "stop_strings are found in the text, and the package has no tokenizer; give eos_token_id, or tokenizer"
+            "stop_strings are found in the text, and the package has no tokenizer; give "
+            "eos_token_id, or tokenizer"
         )
     masks = _masks(call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS])
-    pairs = zip(params, prompts, strict=True)
-    room = capacity(max(own.total_length(len(prompt.ids), prompt.padding) for own, prompt in pairs))
-    distinct = {id(own): own for own in params}  # most prompts share their parameters
-    fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
-    chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
-    guided = callable(call.allowed_tokens)
+    needs = [
+        own.total_length(len(prompt.ids), prompt.padding)
+        for own, prompt in zip(params, prompts, strict=True)
+    ]
+    slot_capacity = capacity(max(needs))
+    fitted = _fit_params(params, interface, tokenizer, adapters)
+    has_mask_function = callable(call.allowed_tokens)
     output_names = _output_names(call.outputs, interface)
-    expected = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
-    sequences = []
+    expected_tokens = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
+    sequences: list[Sequence] = []
     for row, seed in enumerate(seeds):
-        prompt, own = prompts[row // count], fitted[id(params[row // count])]
-        mask = None if masks is None else masks[row]
+        index = row // rows_per_prompt
+        prompt = prompts[index]
         try:
             parameters = parameter_row(
                 interface,
-                own,
+                fitted[index].params,
                 len(prompt.ids),
-                room,
+                slot_capacity,
                 token_ids.eos,
                 padding=prompt.padding,
-                allowed_tokens=mask,
+                allowed_tokens=None if masks is None else masks[row],
             )
         except ValueError as error:
             if len(prompts) == 1:
                 raise
-            raise ValueError(f"prompt {row // count}: {error}") from None
-        if guided and PROMPT_LOOKUP.name in parameters:
-            parameters[PROMPT_LOOKUP.name] = np.array(
-                0, np.int32
-            )  # the function has to see each token before the next
+            raise ValueError(f"prompt {index}: {error}") from None
+        if has_mask_function and PROMPT_LOOKUP.name in parameters:
+            # The function has to see each token before the next one is sampled.
+            parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)
         text = None
         if tokenizer is not None:
-            text = GeneratedText(tokenizer, prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist(), stops)
+            context = prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist()
+            text = GeneratedText(tokenizer, context, stop_strings)
         request = SequenceRequest(
             prompt=prompt.ids,
             parameters=parameters,
             seed=seed,
             padded_prompt=prompt.given,
-            guided=guided or call.logits_processor is not None,
+            guided=has_mask_function or call.logits_processor is not None,
             priority=priority,
             max_time=call.max_time,
-            expected_tokens=None if guided else expected,
-            adapter=chosen[id(params[row // count])],
+            expected_tokens=None if has_mask_function else expected_tokens,
+            adapter=fitted[index].adapter,
             output_names=output_names,
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         sequences.append(Sequence(request, Delivery(text), images))
-    if not guided:
+    if not has_mask_function:
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
 
 
+def _check_draws(params: list[SamplingParams], rows_per_prompt: int) -> None:
+    """Raise ValueError if several rows of a prompt would be the same."""
+    for index, own in enumerate(params):
+        if rows_per_prompt > 1 and own.temperature == 0:
+            raise ValueError(
+                f"num_return_sequences is {rows_per_prompt} and prompt {index} is continued greedily, "
+                "which gives a single sequence; give do_sample=True or a temperature, or leave "
+                "num_return_sequences out"
+            )
+
+
+def _fit_params(
+    params: list[SamplingParams],
+    interface: Interface,
+    tokenizer: Tokenizer | None,
+    adapters: abc.Mapping[str, Adapter],
+) -> list[_FittedParams]:
+    """The parameters of each prompt, as `for_package` and `find_adapter` make them. Raises
+    ValueError."""
+    distinct = {id(own): own for own in params}  # most prompts share their parameters
+    fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
+    chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
+    return [_FittedParams(fitted[id(own)], chosen[id(own)]) for own in params]
+
+
 def _output_names(outputs: Any, interface: Interface) -> tuple[str, ...]:
     """The names of the optional outputs to return. Raises ValueError."""
-    there = tuple(spec.name for spec in interface.token_outputs)
+    available = tuple(spec.name for spec in interface.token_outputs)
     if outputs is None:
-        return there
-    if (
-        isinstance(outputs, str)
-        or not isinstance(outputs, abc.Collection)
-        or not set(outputs) <= set(there)
-    ):
+        return available
+    is_collection = isinstance(outputs, abc.Collection) and not isinstance(outputs, str)
+    if not is_collection or not set(outputs) <= set(available):
         refuse(
             "outputs",
             outputs,
-            f"a list of the package's optional outputs, which are {', '.join(there) or 'none'}",
+            f"a list of the package's optional outputs, which are {', '.join(available) or 'none'}",
         )
-    return tuple(name for name in there if name in outputs)
+    return tuple(name for name in available if name in outputs)
 
 
 def _expected_tokens(
     prediction: Any, interface: Interface, tokenizer: Tokenizer | None, prompts: int
 ) -> Array | None:
-    """[n] int64; None without a prediction. Raises ValueError."""
+    """The expected tokens of the only prompt.
+
+    Args:
+        prediction: a text, or token ids; None without a prediction.
+        interface: the interface of the package.
+        tokenizer: encodes a text; None without one.
+        prompts: the number of prompts of the call.
+
+    Returns:
+        [n] int64; None without a prediction.
+
+    Raises:
+        ValueError: If the prediction is not valid, or the call or the package takes none.
+    """
     if prediction is None:
         return None
     if not interface.features.num_speculative_tokens:
         raise ValueError(
-            "prediction is given, and the package draws a token a step; compile the portable package with "
-            'num_speculative_tokens=7 (--num-speculative-tokens) and kv_cache_dtype="int8", or leave it out'
+            "prediction is given, and the package draws a token a step; compile the portable "
+            "package with num_speculative_tokens=7 (--num-speculative-tokens) and "
+            'kv_cache_dtype="int8", or leave it out'
         )
     if prompts != 1:
         raise ValueError(f"prediction is given with {prompts} prompts; it is for a single prompt")
     if isinstance(prediction, str):
         if tokenizer is None:
             raise ValueError(
-                "prediction is a text, and the package has no tokenizer; give token ids, or tokenizer"
+                "prediction is a text, and the package has no tokenizer; give token ids, or "
+                "tokenizer"
             )
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
     ids = read_array("prediction", prediction)
@@ -171,6 +231,7 @@ def _expected_tokens(
 def _params_of_prompts(
     params: SamplingParams | abc.Sequence[SamplingParams], prompts: int
 ) -> list[SamplingParams]:
+    """The parameters of each prompt. Raises ValueError for a list of another length."""
     if isinstance(params, SamplingParams):
         return [params] * prompts
     if len(params) != prompts:
@@ -183,12 +244,18 @@ def _params_of_prompts(
 def find_adapter(
     name: str | None, adapters: abc.Mapping[str, Adapter], interface: Interface
 ) -> Adapter | None:
-    """The loaded adapter with that name; None for no name. Raises ArgumentError for an unknown name."""
+    """The loaded adapter with that name; None for no name. Raises ArgumentError for an unknown
+    name."""
+    if name is None:
+        return None
     found = adapters.get(name) if isinstance(name, str) else None
-    if name is None or found is not None:
+    if found is not None:
         return found
     if not interface.adapters:
-        remedy = "the package was exported without adapters; export the model with max_loras (--max-loras)"
+        remedy = (
+            "the package was exported without adapters; export the model with max_loras "
+            "(--max-loras)"
+        )
     else:
         loaded = ", ".join(sorted(adapters)[:20]) or "none"
         remedy = f"{loaded} is loaded; load it with load_adapter, or name another"
@@ -196,7 +263,19 @@ def find_adapter(
 
 
 def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
-    """[B, W] int32; None if every token may be sampled."""
+    """The masks of the rows.
+
+    Args:
+        allowed_tokens: a bitmask, a function that writes bitmasks, or None.
+        rows: B, the number of rows.
+        words: W, the number of words of a mask.
+
+    Returns:
+        [B, W] int32, all bits set for a function; None if every token may be sampled.
+
+    Raises:
+        ValueError: If the mask has another dtype or shape.
+    """
     if allowed_tokens is None:
         return None
     if callable(allowed_tokens):
@@ -204,8 +283,9 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
     mask = read_array("allowed_tokens", allowed_tokens)
     if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
         raise ValueError(
-            f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or [{rows}, {words}], "
-            "bit i of word w for token 32 w + i, or a function that writes the masks"
+            f"allowed_tokens is {mask.dtype} {mask.shape}; give an int32 bitmask [{words}] or "
+            f"[{rows}, {words}], bit i of word w for token 32 w + i, or a function that writes the "
+            "masks"
         )
     return np.array(np.broadcast_to(mask, (rows, words)), order="C")
 
@@ -213,28 +293,67 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
 def choose_seeds(
     seed: Any, params: SamplingParams | abc.Sequence[SamplingParams], prompts: int, count: int = 1
 ) -> list[int]:
-    """A seed for each of `count` adjacent rows of each prompt, counted on from its first: from `seed` (of the first
-    row, or a list for all rows), otherwise from `params`, otherwise fresh. Raises ValueError for wrong seeds."""
-    rows, seed = prompts * count, plain(seed)
+    """Choose the seeds of a call.
+
+    Args:
+        seed: the seed of the first row, the next rows taking the numbers after it; or a list with
+            the seed of each row; or None.
+        params: the parameters of all prompts, or of each. Without `seed`, their seed is the seed of
+            the first row, or of the first row of each prompt; without any, seeds are fresh.
+        prompts: the number of prompts.
+        count: the number of adjacent rows of each prompt.
+
+    Returns:
+        The seed of each row.
+
+    Raises:
+        ValueError: If a seed is wrong, or a list has another length.
+    """
+    seed = plain(seed)
+    rows = prompts * count
     if isinstance(seed, abc.Sequence) and not isinstance(seed, str | bytes):
-        if len(seed) != rows:
-            raise ValueError(
-                f"{len(seed)} seeds were given for {rows} rows; give a single seed, or a seed for each row"
-            )
-        if None in seed:
-            raise ValueError("a seed of the list is None; give an integer")
-        return [SamplingParams(seed=value).seed for value in seed]  # type: ignore[misc]
-    if seed is not None or isinstance(params, SamplingParams):
-        first = SamplingParams(seed=params.seed if seed is None else seed).seed  # type: ignore[union-attr]
-        if first is not None:
-            return [(first + row) % NUM_SEEDS for row in range(rows)]
+        return _checked_seeds(seed, rows)
+    if seed is None and not isinstance(params, SamplingParams):
+        seeds: list[int] = []
+        for own in params:
+            first = _fresh_seed() if own.seed is None else own.seed
+            seeds += _seeds_from(first, count)
+        return seeds
+    if seed is None:
+        assert isinstance(params, SamplingParams)
+        seed = params.seed
+    if seed is None:
         return [_fresh_seed() for _ in range(rows)]
-    firsts = [_fresh_seed() if own.seed is None else own.seed for own in params]
-    return [(first + index) % NUM_SEEDS for first in firsts for index in range(count)]
+    return _seeds_from(_checked_seed(seed), rows)
+
+
+def _checked_seeds(seeds: abc.Sequence[Any], rows: int) -> list[int]:
+    """The seeds of a list. Raises ValueError."""
+    if len(seeds) != rows:
+        raise ValueError(
+            f"{len(seeds)} seeds were given for {rows} rows; give a single seed, or a seed for each "
+            "row"
+        )
+    if None in seeds:
+        raise ValueError("a seed of the list is None; give an integer")
+    return [_checked_seed(seed) for seed in seeds]
+
+
+def _checked_seed(seed: Any) -> int:
+    """A seed as SamplingParams checks it. Raises ValueError."""
+    checked = SamplingParams(seed=seed).seed
+    assert checked is not None
+    return checked
+
+
+def _seeds_from(first: int, count: int) -> list[int]:
+    """A seed and the numbers after it, which wrap around."""
+    return [(first + row) % NUM_SEEDS for row in range(count)]
 
 
 def _fresh_seed() -> int:
-    """A random seed; from torch in a process that uses it, for scripts that call torch.manual_seed or set_seed."""
+    """A random seed. It comes from torch in a process that uses torch, so that torch.manual_seed and
+    transformers' set_seed make calls repeatable."""
     torch: Any = sys.modules.get("torch")
     return (
         secrets.randbelow(NUM_DRAWN_SEEDS)
@@ -243,8 +362,8 @@ def _fresh_seed() -> int:
     )
 
 
-# Inputs that are not the value of a single field of SamplingParams.
-_MADE_APART: Final = frozenset(
+# The inputs of the graph that are not the value of a single field of SamplingParams.
+_COMPUTED_INPUTS: Final = frozenset(
     {
         "stop_ids",
         "logit_bias_ids",
@@ -267,86 +386,146 @@ def parameter_row(
     padding: int = 0,
     allowed_tokens: Array | None = None,
 ) -> dict[str, Array]:
-    """A row of every name of `Interface.parameters` but `seed` and `draft_ids`: scalars, [n], or [q, l]. Raises
-    ValueError if the parameters do not fit the package or the prompt.
-    params: from `for_package` if they may have texts or ask for filters. prompt_length, capacity, padding: tokens, as
-    for `SamplingParams.lengths`. default_stops: stop tokens if eos_token_id is None. allowed_tokens: int32 bitmask [W];
-    by default all tokens."""
-    row: dict[str, Any] = {}
+    """A row of every name of `Interface.parameters` except `draft_ids`.
+
+    Args:
+        interface: the interface of the package.
+        params: the parameters; from `for_package` if they may have texts or ask for filters.
+        prompt_length: the number of tokens of the prompt, without padding.
+        capacity: the number of tokens of a row.
+        default_stops: the stop tokens if eos_token_id is None.
+        padding: the number of tokens of padding, as for `SamplingParams.lengths`.
+        allowed_tokens: an int32 bitmask, [W]; by default all tokens are allowed.
+
+    Returns:
+        The values by name: scalars, [n], or [q, l].
+
+    Raises:
+        ValueError: If the parameters do not fit the package or the prompt.
+    """
+    row: dict[str, Array] = {}
     for spec in interface.parameters:
-        if spec.name not in _MADE_APART:
-            value = params.value_of(spec.name)
-            if len(spec.axes) == 1:
-                row[spec.name] = np.dtype(spec.dtype).type(value)
-            else:
-                row[spec.name] = _ids(
-                    spec.name, value or (), interface.vocab_size, sequences=len(spec.axes) == 3
-                )
-    row["min_length"], row["max_length"] = map(
-        np.int32, params.lengths(prompt_length, capacity, padding)
-    )
+        if spec.name not in _COMPUTED_INPUTS:
+            row[spec.name] = _field_value(spec, params, interface.vocab_size)
+    min_length, max_length = params.lengths(prompt_length, capacity, padding)
+    row["min_length"] = _scalar(min_length, "int32")
+    row["max_length"] = _scalar(max_length, "int32")
     stops = default_stops if params.eos_token_id is None else params.eos_token_id
     row["stop_ids"] = _ids("eos_token_id", stops, interface.vocab_size)
-    if interface.features.logit_bias:
-        bias = params.logit_bias or {}
-        row["logit_bias_ids"] = _ids("logit_bias", list(bias), interface.vocab_size)
-        row["logit_bias"] = np.array(list(bias.values()) or [0], dtype=np.float32)
-    elif params.logit_bias:
-        raise ValueError("logit_bias needs a package that was exported with logit_bias=True")
-    if interface.features.allowed_tokens:
-        everything = np.full(interface.sizes[MASK_WORDS], -1, dtype=np.int32)
-        row[ALLOWED_TOKENS.name] = everything if allowed_tokens is None else allowed_tokens
-    elif allowed_tokens is not None:
-        raise ValueError(
-            "allowed_tokens needs a package that was exported with allowed_tokens=True"
-        )
+    row |= _logit_bias(interface, params)
+    row |= _allowed_tokens(interface, allowed_tokens)
     return row
+
+
+def _field_value(spec: TensorSpec, params: SamplingParams, vocab_size: int) -> Array:
+    """The value of an input that is a single field of SamplingParams."""
+    value = params.value_of(spec.name)
+    if len(spec.axes) == 1:
+        return _scalar(value, spec.dtype)
+    return _ids(spec.name, value or (), vocab_size, sequences=len(spec.axes) == 3)
+
+
+def _scalar(value: Any, dtype: str) -> Array:
+    """A NumPy scalar, in place of an array of the shape []."""
+    scalar: Array = np.dtype(dtype).type(value)
+    return scalar
+
+
+def _logit_bias(interface: Interface, params: SamplingParams) -> dict[str, Array]:
+    """The inputs of the feature logit_bias; none without the feature. Raises ValueError."""
+    if not interface.features.logit_bias:
+        if params.logit_bias:
+            raise ValueError("logit_bias needs a package that was exported with logit_bias=True")
+        return {}
+    bias = params.logit_bias or {}
+    return {
+        "logit_bias_ids": _ids("logit_bias", list(bias), interface.vocab_size),
+        "logit_bias": np.array(list(bias.values()) or [0], dtype=np.float32),
+    }
+
+
+def _allowed_tokens(interface: Interface, mask: Array | None) -> dict[str, Array]:
+    """The input of the feature allowed_tokens; none without the feature. Raises ValueError."""
+    if not interface.features.allowed_tokens:
+        if mask is not None:
+            raise ValueError(
+                "allowed_tokens needs a package that was exported with allowed_tokens=True"
+            )
+        return {}
+    if mask is None:
+        mask = np.full(interface.sizes[MASK_WORDS], -1, dtype=np.int32)
+    return {ALLOWED_TOKENS.name: mask}
 
 
 def _ids(
     name: str, values: abc.Sequence[Any], vocab_size: int, *, sequences: bool = False
 ) -> Array:
-    """Token ids [n], or sequences of them [q, l], each with -1 before its beginning; at least one column, int32."""
+    """Token ids as an input of the graph.
+
+    Args:
+        name: the name of the argument, for an error message.
+        values: token ids; with `sequences`, sequences of token ids.
+        vocab_size: the size of the vocabulary.
+
+    Returns:
+        int32, [n], or with `sequences` [q, l], each sequence with -1 before its beginning. There is at
+        least one column.
+    """
     rows = values if sequences else [(value,) for value in values]
-    array = np.full((max(1, len(rows)), max([1, *map(len, rows)])), PAD_STOP_ID, dtype=np.int32)
-    for place, ids in enumerate(rows):
+    longest = max([1, *(len(ids) for ids in rows)])
+    array = np.full((max(1, len(rows)), longest), PAD_STOP_ID, dtype=np.int32)
+    for index, ids in enumerate(rows):
         check_token_ids(name, np.array(ids, dtype=np.int64), vocab_size)
-        array[place, -len(ids) :] = ids
+        array[index, -len(ids) :] = ids
     return array if sequences else array[:, 0]
 
 
 def check_features(interface: Interface, params: SamplingParams) -> None:
-    """Raise ValueError if `params` ask for a filter that the package lacks, or for more guesses than it checks."""
-    there = interface.features.filters
-    for name, field in params.filters.items():
-        if name not in there:
-            raise ArgumentError(
-                f"{field} is {shown(getattr(params, field))}, and the package was exported with "
-                f"{'the filters ' + ', '.join(there) if there else 'no filters'}; export the model again with "
-                f"filters={[*there, name]} (--filter), or give {field}={OFF_VALUES[field]} to go without",
-                field,
-            )
-    guesses, most = params.prompt_lookup_num_tokens, interface.features.num_speculative_tokens
+    """Raise ValueError if `params` ask for a filter that the package lacks, or for more guesses than
+    it checks."""
+    _check_filters(interface.features.filters, params)
+    guesses = params.prompt_lookup_num_tokens
+    most = interface.features.num_speculative_tokens
     if guesses > most:
         checks = f"checks {most} guesses a step at most" if most else "draws a token a step"
         raise ArgumentError(
-            f"prompt_lookup_num_tokens is {guesses}, and the package {checks}; compile the portable package with "
-            f'num_speculative_tokens={guesses} (--num-speculative-tokens) and kv_cache_dtype="int8", or give '
-            f"prompt_lookup_num_tokens={most}",
+            f"prompt_lookup_num_tokens is {guesses}, and the package {checks}; compile the portable "
+            f"package with num_speculative_tokens={guesses} (--num-speculative-tokens) and "
+            f'kv_cache_dtype="int8", or give prompt_lookup_num_tokens={most}',
             "prompt_lookup_num_tokens",
         )
+
+
+def _check_filters(filters: abc.Sequence[str], params: SamplingParams) -> None:
+    """Raise ArgumentError if `params` ask for another filter than those of the package."""
+    for name, field in params.filters.items():
+        if name not in filters:
+            exported = f"the filters {', '.join(filters)}" if filters else "no filters"
+            raise ArgumentError(
+                f"{field} is {shown(getattr(params, field))}, and the package was exported with "
+                f"{exported}; export the model again with filters={[*filters, name]} (--filter), or "
+                f"give {field}={OFF[field]} to go without",
+                field,
+            )
 
 
 def for_package(
     interface: Interface, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`. A word is forbidden at the
-    beginning of a text, and after a space if that does not end with the same tokens. Raises ValueError for a feature
-    that the package lacks, a text without a tokenizer, and a breaker that is not a single token."""
+    """`params` with token ids for the texts of `bad_words` and `dry_sequence_breakers`.
+
+    A word is forbidden at the beginning of a text, and after a space if that does not end with the
+    same tokens.
+
+    Raises:
+        ValueError: If the package lacks a feature, there is a text but no tokenizer, or a breaker is
+            not a single token.
+    """
     check_features(interface, params)
-    breakers, words = params.dry_sequence_breakers or (), params.bad_words or ()
-    texts = [item for item in breakers if isinstance(item, str)]
-    if not texts and not words:
+    breakers = params.dry_sequence_breakers or ()
+    words = params.bad_words or ()
+    has_texts = any(isinstance(breaker, str) for breaker in breakers)
+    if not has_texts and not words:
         return params
     if tokenizer is None:
         name = "bad_words" if words else "dry_sequence_breakers"
@@ -354,22 +533,35 @@ def for_package(
             f"{name} has texts, and the package has no tokenizer; give token ids, or tokenizer"
         )
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    ids = {text: encode(text) for text in texts}
-    for text, tokens in ids.items():
-        if len(tokens) != 1:
-            raise ValueError(
-                f"dry_sequence_breakers has {shown(text)}, which is {len(tokens)} tokens; give texts of a single token "
-                "each, or token ids"
-            )
+    breaker_ids = tuple(
+        _single_token(breaker, encode) if isinstance(breaker, str) else breaker
+        for breaker in breakers
+    )
     forbidden = list(params.bad_words_ids or ())
     for word in words:
-        alone, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
-        if not alone:
-            raise ValueError(f"bad_words has {shown(word)}, which has no tokens; leave it out")
-        forbidden.append(tuple(alone))
-        if spaced[-len(alone) :] != alone:
-            forbidden.append(tuple(spaced))
-    singles = tuple(ids[item][0] if isinstance(item, str) else item for item in breakers)
+        forbidden += _forbidden_sequences(word, encode)
     return replace(
-        params, dry_sequence_breakers=singles, bad_words_ids=tuple(forbidden), bad_words=None
+        params, dry_sequence_breakers=breaker_ids, bad_words_ids=tuple(forbidden), bad_words=None
     )
+
+
+def _single_token(breaker: str, encode: Callable[[str], list[int]]) -> int:
+    """The token of a breaker. Raises ValueError unless it is a single one."""
+    tokens = encode(breaker)
+    if len(tokens) != 1:
+        raise ValueError(
+            f"dry_sequence_breakers has {shown(breaker)}, which is {len(tokens)} tokens; give texts "
+            "of a single token each, or token ids"
+        )
+    return tokens[0]
+
+
+def _forbidden_sequences(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
+    """The token sequences of a bad word. Raises ValueError if it has no tokens."""
+    at_beginning = encode(word.lstrip())
+    after_space = encode(" " + word.lstrip())
+    if not at_beginning:
+        raise ValueError(f"bad_words has {shown(word)}, which has no tokens; leave it out")
+    if after_space[-len(at_beginning) :] == at_beginning:
+        return [tuple(at_beginning)]
+    return [tuple(at_beginning), tuple(after_space)]

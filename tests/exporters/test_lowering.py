@@ -395,8 +395,8 @@ def test_a_mixture_computes_a_row_alike_in_any_batch(chosen: int, tmp_path: Path
         for slot in range(rows):
             prompt = [5, 6, 7] if slot == place else [9 + slot, 8 + slot]
             sequence = make_sequence(model, prompt, params, 1, CAPACITY)
-            slots.begin(slot, sequence.prompt, 1, sequence.parameters)
-            slots.prefill(slot, sequence.prompt, emit=True)
+            slots.begin(slot, sequence.request.prompt, 1, sequence.request.parameters)
+            slots.prefill(slot, sequence.request.prompt, emit=True)
         for _ in range(6):
             slots.decode()
         return [

@@ -54,10 +54,10 @@ def record_parameters(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     plain = Slots.begin
 
     def begin(
-        self: Slots, slot: int, prompt: Any, seed: int, parameters: Mapping[str, Any], *rest: Any
+        self: Slots, slot: int, prompt: Any, seed: int, parameters: Mapping[str, Any], **rest: Any
     ) -> None:
         begun.append(dict(parameters))
-        plain(self, slot, prompt, seed, parameters, *rest)
+        plain(self, slot, prompt, seed, parameters, **rest)
 
     monkeypatch.setattr(Slots, "begin", begin)
     return begun

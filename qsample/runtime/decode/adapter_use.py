@@ -1,11 +1,13 @@
-"""Which adapter is in which of the graph's places for adapters, its memory there, and which tokens it has read.
+"""The adapters of a batch: the graph's places for adapters, their memory, and the marks of tokens.
 
-Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter in their upper
-bits: beginnings that were read with different adapters have no token in common. Identities of image tokens are negative
-and use all bits; these flip some of them, so that an image has others with each adapter, and a text's stay apart.
+Keys, values and states depend on the adapter. So tokens are compared with the mark of their adapter
+in their upper bits: beginnings that were read with different adapters have no token in common.
+Identities of image tokens are negative and use all bits. A mark flips some of these bits, so that an
+image has other identities with each adapter, and none of them is the identity of a text token.
 
-The matrices of the adapters lie one below the other, as the graph takes them. A call is bound to the ranks that its
-rows need, none at best: products with nothing cost next to nothing.
+The matrices of the adapters lie one below the other, as the graph takes them. A call is bound only to
+the ranks that its rows need. Without adapters it is bound to no ranks, and the products cost next to
+nothing.
 """
 
 from __future__ import annotations
@@ -20,31 +22,32 @@ from qsample.contract.tensors import ADAPTER, BATCH
 from qsample.ort.buffers import Buffer
 from qsample.runtime.adapters import Adapter
 
-_BITS: Final = 32  # of a token
-_NONE: Final = -1  # the number of no adapter
-_MOST_MARKS: Final = (
-    1024  # adapters whose tokens are recognised; one that is forgotten gets a new mark
-)
+_TOKEN_BITS: Final = 32
+_NO_ADAPTER: Final = -1  # in the list of the adapter of each rank
+# An adapter that is forgotten gets a new mark, so that its tokens are read again.
+_MAX_MARKS: Final = 1024
 
 
 class Marks:
-    """A number for the content of each adapter, 0 for none; never the same for two."""
+    """A number for the content of each adapter, never the same for two; 0 without an adapter."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, int] = {}  # sha256 → mark; the one used longest ago first
-        self._last = 0
+        # The mark of each sha256; the mark used longest ago comes first.
+        self._marks: dict[str, int] = {}
+        self._last_mark = 0
 
     def mark(self, tokens: Array, adapter: Adapter | None) -> Array:
-        """Tokens that are read with an adapter, [n] int64 identities, marked."""
+        """Mark tokens that are read with an adapter. tokens: identities, [n] int64."""
         if adapter is None:
             return tokens
         mark = self._marks.pop(adapter.sha256, None)
         if mark is None:
-            mark = self._last = self._last + 1
+            self._last_mark += 1
+            mark = self._last_mark
         self._marks[adapter.sha256] = mark
-        if len(self._marks) > _MOST_MARKS:
+        if len(self._marks) > _MAX_MARKS:
             del self._marks[next(iter(self._marks))]
-        return tokens ^ (mark << _BITS)
+        return tokens ^ (mark << _TOKEN_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,60 +116,67 @@ class AdapterPlaces:
 
 
 class AdapterRows:
-    """The memory of up to `Features.max_loras` adapters, numbered from 1 (0 = none), and the number of each row's
-    adapter. No method may be called while a graph runs."""
+    """The memory of up to `Features.max_loras` adapters, numbered from 1 (0 = none), and the number of
+    each row's adapter. No method may be called while a graph runs."""
 
     def __init__(self, interface: Interface, rows: int, device: str) -> None:
-        """rows: of the batch. device: of the buffers."""
+        """Allocate the memory; none for packages without adapters.
+
+        Args:
+            interface: the interface of the package.
+            rows: the number of rows of the batch.
+            device: the device of the buffers.
+        """
         self._device = device
-        self._places: list[Adapter | None] = [None] * interface.features.max_loras
+        self._adapters: list[Adapter | None] = [None] * interface.features.max_loras
         self._number_of_row = [0] * rows
-        self._most = interface.features.max_loras * interface.features.max_lora_rank
-        self._captured = (
-            interface.captured
-        )  # such a graph reads the same memory at every step: all of it
+        self._max_ranks = interface.features.max_loras * interface.features.max_lora_rank
+        # A captured graph reads the same memory at every step: all of it.
+        self._captured = interface.captured
         self._specs = {spec.name: spec for spec in interface.adapter_inputs}
-        # Kind → the layers' paths, each with the names of its matrices.
+        # Of each kind of layers, the names of the two matrices of each layer's path.
         self._layers: dict[str, dict[str, tuple[str, str]]] = {
             kind: {} for kind in interface.adapter_kinds
         }
         for target in interface.adapters:
             self._layers[target.kind][target.path] = adapter_names(target.path)
-        # Of each number of places, from 0 on, the number of ranks in each kind of layers.
-        self._ends = [dict.fromkeys(self._layers, 0)] * (len(self._places) + 1)
+        # `_ends[n][kind]` is the number of ranks that the first n places have in a kind of layers.
+        self._ends = [dict.fromkeys(self._layers, 0)] * (len(self._adapters) + 1)
         self._buffers: dict[str, Buffer] = {}
         if self._layers:
             self._buffers[ADAPTER.name] = Buffer.allocate(ADAPTER, {BATCH: rows}, device)
         for kind in self._layers:
-            self._allocate(kind, self._most if self._captured else 0)
+            self._allocate(kind, self._max_ranks if self._captured else 0)
 
     def begin(self, row: int, number: int) -> None:
-        """Let a row use the adapter in a place."""
-        if self._places:
+        """Let a row use the adapter with a number; 0 = none."""
+        if self._adapters:
             self._number_of_row[row] = number
             self._buffers[ADAPTER.name].write_at(row, number)
 
     def swap_rows(self, one: int, other: int) -> None:
         """Let two rows use each other's adapters."""
-        numbers = self._number_of_row[one], self._number_of_row[other]
-        self.begin(one, numbers[1])
-        self.begin(other, numbers[0])
+        number_of_one = self._number_of_row[one]
+        number_of_other = self._number_of_row[other]
+        self.begin(one, number_of_other)
+        self.begin(other, number_of_one)
 
     def used(self, rows: range) -> bool:
         """Whether some of these rows use an adapter."""
         return any(self._number_of_row[rows.start : rows.stop])
 
     def key(self, rows: range) -> tuple[tuple[str, int], ...]:
-        """Identifies the memory that a call over `rows` is bound to."""
-        if not self._places:
+        """The number of ranks of each kind of layers to which a call over `rows` is bound."""
+        if not self._adapters:
             return ()
         if self._captured:
-            return tuple((kind, self._most) for kind in self._layers)
-        return tuple(self._ends[max(self._number_of_row[rows.start : rows.stop])].items())
+            return tuple((kind, self._max_ranks) for kind in self._layers)
+        last = max(self._number_of_row[rows.start : rows.stop])
+        return tuple(self._ends[last].items())
 
     def inputs(self, rows: range) -> dict[str, Buffer]:
         """The inputs of a call over `rows`, by name."""
-        if not self._places:
+        if not self._adapters:
             return {}
         bound = {ADAPTER.name: self._buffers[ADAPTER.name].rows(rows.start, len(rows))}
         for kind, end in self.key(rows):
@@ -175,31 +185,38 @@ class AdapterRows:
         return bound
 
     def put(self, number: int, adapter: Adapter) -> None:
-        """Write an adapter into a place that no row uses; adapters in later places move if the ranks there change."""
-        self._places[number - 1] = adapter
-        before, self._ends = self._ends, [self._ranks(end) for end in range(len(self._places) + 1)]
+        """Write an adapter to a place that no row uses. Adapters in later places move if the number of
+        ranks changes there."""
+        self._adapters[number - 1] = adapter
+        ends_before = self._ends
+        self._ends = [self._ranks(end) for end in range(len(self._adapters) + 1)]
         for kind in self._layers:
-            ids, ends = self._buffers[adapter_ids(kind).name], [end[kind] for end in self._ends]
-            first, last = number - 1, number
+            ids = self._buffers[adapter_ids(kind).name]
+            ends = [end[kind] for end in self._ends]
+            first = number - 1
+            last = number
             if ends[-1] > ids.shape[0]:
-                ids = self._allocate(kind, self._most)
-                first, last = 0, len(self._places)
-            elif ends[number] != before[number][kind]:
-                last = len(self._places)
+                ids = self._allocate(kind, self._max_ranks)
+                first = 0
+                last = len(self._adapters)
+            elif ends[number] != ends_before[number][kind]:
+                last = len(self._adapters)
             for place in range(first, last):
-                resident = self._places[place]
+                resident = self._adapters[place]
                 if resident is not None and ends[place] < ends[place + 1]:
                     ids.write_at(slice(ends[place], ends[place + 1]), place + 1)
                     self._write(resident, kind, ends[place], ends[place + 1])
-            ids.write_at(slice(ends[-1], None), _NONE)
+            ids.write_at(slice(ends[-1], None), _NO_ADAPTER)
 
     def _ranks(self, places: int) -> dict[str, int]:
         """The number of ranks that the first `places` places have in each kind of layers."""
-        ranks = [adapter.ranks for adapter in self._places[:places] if adapter is not None]
-        return {kind: sum(own.get(kind, 0) for own in ranks) for kind in self._layers}
+        adapters = [adapter for adapter in self._adapters[:places] if adapter is not None]
+        ranks = [adapter.ranks for adapter in adapters]
+        return {kind: sum(of_adapter.get(kind, 0) for of_adapter in ranks) for kind in self._layers}
 
     def _write(self, adapter: Adapter, kind: str, start: int, stop: int) -> None:
-        """Write the matrices of a kind of layers to the ranks from `start` to `stop`, and zeros after them."""
+        """Write the matrices of a kind of layers to the ranks from `start` to `stop`, and zeros after
+        them."""
         for path, names in self._layers[kind].items():
             matrices = adapter.matrices.get(path, ())
             filled = start + (len(matrices[0]) if matrices else 0)
@@ -209,17 +226,18 @@ class AdapterRows:
                 self._buffers[name].write_at(slice(filled, stop), 0)
 
     def _names(self, kind: str) -> list[str]:
-        return [
-            adapter_ids(kind).name,
-            *(name for pair in self._layers[kind].values() for name in pair),
-        ]
+        """The names of the inputs of a kind of layers."""
+        names = [adapter_ids(kind).name]
+        for pair in self._layers[kind].values():
+            names.extend(pair)
+        return names
 
     def _allocate(self, kind: str, ranks: int) -> Buffer:
-        """Make the memory of a kind of layers, and return the memory of its adapters' numbers."""
+        """Allocate the memory of a kind of layers, and return the memory of its adapters' numbers."""
         for name in self._names(kind):
             self._buffers[name] = Buffer.allocate(
                 self._specs[name], {ranks_axis(kind): ranks}, self._device
             )
         ids = self._buffers[adapter_ids(kind).name]
-        ids.write_at(slice(None), _NONE)
+        ids.write_at(slice(None), _NO_ADAPTER)
         return ids

@@ -1,7 +1,8 @@
 """Beginnings of prompts that need not be read again. No tensors here.
 
-A prompt is cut at places that depend on nothing but the prompt. Its beginning can be reused up to such a place; and if
-the model has recurrent states, which belong to a row's newest token, only up to a saved copy of them.
+A prompt is cut at places that depend only on the prompt. Its beginning can be reused up to such a
+place. Recurrent states belong to a row's newest token, so a model that has them can only continue
+from a saved copy of them.
 
 Prompts are arrays of identities, [n] int64: token ids, and negative numbers for image tokens (`ImagePrompt`).
 """
@@ -17,19 +18,23 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.ort.session import Sessions
 
-LATE: Final = 1024  # tokens
+LATE_START: Final = 1024  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A prompt is read in pieces that are counted from its start, each in a separate call: of `size` tokens, and after
-    the first LATE of `late` tokens, if given. LATE and `late` are multiples of `size`, or no prompt is that long.
+    """The pieces in which a prompt is read, counted from its start, each in a separate call.
 
-    A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's attention takes 1.6
-    times as long for each token of a piece of 64 as of 256. A shorter piece holds up other rows for less time.
+    A call over more tokens reads the tokens before it less often: after 4,000 tokens the CPU's
+    attention takes 1.6 times as long for each token of a piece of 64 as of 256. A shorter piece
+    holds up other rows for less time.
 
-    whole_images: the tokens of an image see each other (`ImageShape.blockwise`): a piece that would end between two
-    image tokens goes on to the end of their run.
+    Attributes:
+        size: the number of tokens of a piece.
+        late: the number of tokens of a piece after the first LATE_START tokens; None for `size`.
+            LATE_START and `late` are multiples of `size`, or no prompt is that long.
+        whole_images: whether the tokens of an image see each other (`ImageShape.blockwise`). A piece
+            that would end between two image tokens then extends to the end of their run.
     """
 
     size: int
@@ -38,115 +43,141 @@ class Pieces:
 
     @classmethod
     def of(cls, sessions: Sessions) -> Pieces:
-        """As suits a package's graphs and their kernels."""
+        """The pieces that suit a package's graphs and their kernels."""
         image = sessions.interface.image
-        return cls(
-            sessions.prompts.piece_size,
-            sessions.prompts.late_piece_size,
-            image is not None and image.blockwise,
-        )
+        whole_images = image is not None and image.blockwise
+        prompts = sessions.prompts
+        return cls(prompts.piece_size, prompts.late_piece_size, whole_images)
 
     def around(self, token: int) -> range:
-        """The whole piece of a text that token number `token` is in."""
-        size = self.size if self.late is None or token < LATE else self.late
+        """The piece of a text that contains token number `token`."""
+        size = self.size if self.late is None or token < LATE_START else self.late
         start = token // size * size
         return range(start, start + size)
 
     def run(self, prompt: Array, place: int) -> range:
-        """The run of image tokens that may not be cut at `place`: both tokens next to it are image tokens. Otherwise
-        nothing, range(place, place)."""
-        if (
-            not self.whole_images
-            or not 0 < place < len(prompt)
-            or max(prompt[place - 1], prompt[place]) >= 0
-        ):
+        """The run of image tokens that may not be cut at `place`. It is empty, range(place, place),
+        unless both tokens beside `place` are image tokens."""
+        if not self.whole_images or not 0 < place < len(prompt):
+            return range(place, place)
+        if max(prompt[place - 1], prompt[place]) >= 0:
             return range(place, place)
         text = np.flatnonzero(prompt >= 0)
         after = int(np.searchsorted(text, place))
-        return range(
-            int(text[after - 1]) + 1 if after else 0,
-            int(text[after]) if after < len(text) else len(prompt),
-        )
+        start = int(text[after - 1]) + 1 if after > 0 else 0
+        stop = int(text[after]) if after < len(text) else len(prompt)
+        return range(start, stop)
 
     def begin(self, prompt: Array, token: int) -> int:
-        """The last end of a whole piece of `prompt` that is not after `token`."""
+        """The last end of a whole piece of `prompt` that does not come after `token`."""
         run = self.run(prompt, self.around(token).start)
         return run.stop if run.stop <= token else self.begin(prompt, run.start)
 
     def cut(
         self, prompt: Array, start: int, end: int, most: int | None = None
     ) -> tuple[range, ...]:
-        """The tokens [start, end) of a prompt, cut at the ends of pieces; with `most`, whole pieces of at most so many
-        tokens, or a single piece. A `start` inside a piece counts as that piece's beginning."""
-        begun, result = self.begin(prompt, start), list[range]()
+        """Cut the tokens [start, end) of a prompt at the ends of pieces.
+
+        Args:
+            prompt: the identities of the prompt.
+            start: the first token; inside a piece, it counts as the beginning of that piece.
+            end: the end of the tokens.
+            most: the most tokens of all pieces together, but at least one piece is returned; None
+                for all pieces up to `end`.
+        """
+        beginning = self.begin(prompt, start)
+        pieces: list[range] = []
         while start < end:
             stop = self.run(prompt, self.around(start).stop).stop
-            if result and most is not None and stop - begun > most:
+            if pieces and most is not None and stop - beginning > most:
                 break
-            result.append(range(start, min(stop, end)))
+            pieces.append(range(start, min(stop, end)))
             start = stop
-        return tuple(result)
+        return tuple(pieces)
 
 
 def reusable_prefix(held: Array, prompt: Array, pieces: Pieces, tail_size: int | None) -> int:
-    """The number of tokens of `prompt` that need not be read after `held`, itself read in pieces from its start: the
-    tokens of whole pieces that both have, as the numbers of a piece may depend on its end. If both end in the same
-    piece, all but its last `tail_size` tokens (None: all of it)."""
-    shared, length = _shared_images(held, prompt, pieces), len(prompt)
-    if shared == length and (length == len(held) or length == pieces.begin(prompt, length)):
-        start = pieces.begin(prompt, length - 1)
-        return (
-            start if tail_size is None else max(start, pieces.run(prompt, length - tail_size).start)
-        )
-    return pieces.begin(prompt, min(shared, length - 1))
+    """The number of tokens of `prompt` that need not be read after `held`.
+
+    These are the tokens of the whole pieces that both have in common: the numbers of a piece may
+    depend on where it ends. If both end in the same piece, more of it can be reused.
+
+    Args:
+        held: the identities of tokens that were read in pieces from their start.
+        prompt: the identities of the prompt.
+        pieces: the pieces in which both are read.
+        tail_size: the number of last tokens of a piece that have to be read again if both end in
+            the same piece; None for the whole piece.
+    """
+    shared = _shared_images(held, prompt, pieces)
+    length = len(prompt)
+    ends_alike = shared == length and (
+        length == len(held) or length == pieces.begin(prompt, length)
+    )
+    if not ends_alike:
+        return pieces.begin(prompt, min(shared, length - 1))
+    start = pieces.begin(prompt, length - 1)
+    if tail_size is None:
+        return start
+    return max(start, pieces.run(prompt, length - tail_size).start)
 
 
 def shared_pieces(held: Array, prompt: Array, pieces: Pieces) -> int:
-    """The number of tokens of whole pieces that two rows have in common from their start."""
+    """The number of tokens of the whole pieces that two rows have in common from their start."""
     return pieces.begin(prompt, _shared_images(held, prompt, pieces))
 
 
 def shared_tokens(held: Array, prompt: Array, pieces: Pieces) -> int:
-    """The number of tokens that two rows have in common from their start, without a beginning of an image that may not
-    be cut, and without the last token of `prompt`."""
+    """The number of tokens that two rows have in common from their start. The last token of `prompt`
+    and part of an image that may not be cut do not count."""
     shared = min(_shared_images(held, prompt, pieces), len(prompt) - 1)
     return pieces.run(prompt, shared).start
 
 
 def _shared_images(held: Array, prompt: Array, pieces: Pieces) -> int:
-    """`shared_prefix`, or a token less if a run of images goes on in `held`: its tokens have seen those images."""
+    """`shared_prefix`, or a token less if a run of images continues in `held`: its tokens have seen
+    the images that follow."""
     shared = shared_prefix(held, prompt)
-    return shared - (1 if pieces.run(held, shared) else 0)
+    return shared - 1 if pieces.run(held, shared) else shared
 
 
-def shared_prefix(kept: Array, prompt: Array) -> int:
+def shared_prefix(one: Array, other: Array) -> int:
     """The number of tokens that two rows have in common from their start."""
-    length = min(len(kept), len(prompt))
-    different = np.flatnonzero(kept[:length] != prompt[:length])
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
 
 
 class SavedStates:
-    """A fixed number of places for recurrent states after beginnings of prompts. A place is given away first if no slot
-    has the keys and values of its tokens, then if it was used longest ago."""
+    """A fixed number of places for recurrent states after beginnings of prompts.
+
+    If all places are taken, the next beginning gets a place of tokens whose keys and values no slot
+    has; if there is none, the place that was used longest ago.
+    """
 
     def __init__(self, places: int) -> None:
         self.places = places
-        self._tokens: dict[
-            int, Array
-        ] = {}  # place → the beginning; the place used longest ago first
+        # The beginning in each place; the place used longest ago comes first.
+        self._tokens: dict[int, Array] = {}
 
     @property
     def beginnings(self) -> list[Array]:
+        """The tokens after which states are saved."""
         return list(self._tokens.values())
 
     def longest(self, prompt: Array, most: int) -> int:
-        """Tokens of the longest saved beginning of `prompt` that has at most `most`; 0 without any."""
-        lengths = {len(tokens) for tokens in self._tokens.values() if _begins(tokens, prompt)}
-        return max((length for length in lengths if length <= most), default=0)
+        """The number of tokens of the longest saved beginning of `prompt` that has at most `most`
+        tokens; 0 without any."""
+        lengths = [
+            len(tokens)
+            for tokens in self._tokens.values()
+            if len(tokens) <= most and _begins(tokens, prompt)
+        ]
+        return max(lengths, default=0)
 
     def use(self, tokens: Array) -> int | None:
-        """The place that has the states after exactly these tokens; it is then the last to be given away."""
+        """The place that has the states after exactly these tokens, or None. It becomes the place
+        that was used last."""
         for place, saved in self._tokens.items():
             if np.array_equal(saved, tokens):
                 self._tokens[place] = self._tokens.pop(place)
@@ -154,18 +185,32 @@ class SavedStates:
         return None
 
     def add(self, tokens: Array, is_useful: Callable[[Array], bool]) -> int | None:
-        """A place for the states after `tokens`; None without places, or if they are saved already. is_useful: whether
-        any request can use the states after some tokens."""
+        """Take a place for the states after `tokens`.
+
+        Args:
+            tokens: the beginning of a prompt.
+            is_useful: whether any sequence can use the states after the given tokens.
+
+        Returns:
+            The place; None without places, or if these states are saved already.
+        """
         if not self.places or self.use(tokens) is not None:
             return None
         place = len(self._tokens)
         if place == self.places:
-            useless = (place for place, saved in self._tokens.items() if not is_useful(saved))
-            place = next(useless, next(iter(self._tokens)))
+            place = self._place_to_give_away(is_useful)
             del self._tokens[place]
         self._tokens[place] = tokens.copy()
         return place
 
+    def _place_to_give_away(self, is_useful: Callable[[Array], bool]) -> int:
+        """The first place whose states are not useful, or the place that was used longest ago."""
+        for place, saved in self._tokens.items():
+            if not is_useful(saved):
+                return place
+        return next(iter(self._tokens))
+
 
 def _begins(tokens: Array, prompt: Array) -> bool:
+    """Whether `prompt` begins with `tokens`."""
     return len(tokens) <= len(prompt) and np.array_equal(tokens, prompt[: len(tokens)])

@@ -1,10 +1,12 @@
-"""Prefixes that no slot has to hold: files of the caller, and a folder that keeps the beginnings of conversations.
+"""Prefixes outside of the slots: files of the caller, and a folder that keeps the beginnings of
+conversations.
 
-The folder has a file for each part of a conversation that was read anew: the first turn's tokens, then the tokens that
-the second turn added, and so on, each with the tokens before it but not their keys and values. Its name is a hash of
-the package, of all tokens and of their adapter, so several processes may write the same file. The files that were used
-longest ago go if the folder becomes too large; a file is used if a later part of its conversation is, so the latest
-parts go first.
+The folder has a file for each part of a conversation that was read anew: the first turn's tokens, then
+the tokens that the second turn added, and so on, each with the tokens before it but not their keys and
+values. The name of a file is a hash of the package, of all tokens and of their adapter, so several
+processes may write the same file. The files that were used longest ago are deleted if the folder
+becomes too large. A file is used if a later part of its conversation is used, so the latest parts are
+deleted first.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from qsample.checks import check_count
 from qsample.contract.arrays import Array
@@ -28,28 +31,30 @@ from qsample.disk.space import trim
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
 from qsample.package.package import Package
-from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
+from qsample.runtime.decode.prefix_file import PrefixFile, PrefixPart, signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_pieces
 
 DEFAULT_BYTES: Final = 8 << 30
-_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")
-_UNWRITTEN: Final = 2  # prefixes in memory that wait for the disk; more are not kept
+_FILE_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")
+# The prefixes in memory that wait for the disk. While they are as many, no more are kept.
+_MAX_UNWRITTEN_PREFIXES: Final = 2
 _log: Final = logging.getLogger("qsample.prefixes")
 
 
-class Part(NamedTuple):
-    """The states of the tokens [start, stop) of a prompt; see `PrefixFile.states`; these may have more tokens."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnwrittenPrefix:
+    """A prefix that waits for the disk; see `write_prefix`."""
 
-    start: int
-    stop: int
+    path: Path
+    tokens: Array
     states: Mapping[str, Array]
-
-
-_Unwritten = tuple[Path, Array, Mapping[str, Array], int, str]  # the arguments of `write_prefix`
+    start: int
+    adapter: str
 
 
 class StoredPrefixes:
-    """The prefixes that an engine can load into a slot. For a single thread; `close` waits for it."""
+    """The prefixes that an engine can load into a slot. Only one thread may use it. `close` waits for
+    the disk."""
 
     def __init__(
         self,
@@ -59,29 +64,40 @@ class StoredPrefixes:
         folder: str | Path | None = None,
         max_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """Open and verify the caller's files, of `save_prefix`.
-        folder: for the beginnings of conversations, made if it is missing; by default they are not kept. max_bytes: of
-        the files in the folder, of all packages. Raises PackageError for a file that is missing, damaged or of another
-        package, and a folder that cannot be used; ValueError if `max_bytes` is not a positive integer."""
+        """Open and verify the caller's files.
+
+        Args:
+            package: the package.
+            sessions: the graphs of the package.
+            files: files of `CausalLM.save_prefix`.
+            folder: the folder for the beginnings of conversations, made if it is missing; None to keep
+                none.
+            max_bytes: the most bytes of the files in the folder, of all packages.
+
+        Raises:
+            PackageError: If a file is missing, damaged or of another package, or the folder cannot be
+                used.
+            ValueError: If `max_bytes` is not a positive integer.
+        """
         check_count("prefix_cache_bytes", max_bytes)
-        self._interface, self._pieces = package.interface, Pieces.of(sessions)
+        self._interface = package.interface
+        self._pieces = Pieces.of(sessions)
         self._signature = signature_of(package, sessions)
-        self._key = hashlib.sha256(
-            json.dumps(self._signature, sort_keys=True).encode()
-        ).hexdigest()[:16]
-        self._given: list[PrefixFile] = []
+        signature = json.dumps(self._signature, sort_keys=True)
+        self._signature_hash = hashlib.sha256(signature.encode()).hexdigest()[:16]
+        self._caller_files: list[PrefixFile] = []
         for path in files:
             file = PrefixFile.open(Path(path), self._signature, self._interface)
             if file.start:
                 raise PackageError(
                     f"{path} is a part of a conversation; give a file that `qsample prefix` wrote"
                 )
-            self._given.append(file)
+            self._caller_files.append(file)
         self._folder = None if folder is None else _usable(Path(folder))
         self._max_bytes = max_bytes
-        self._kept: dict[str, PrefixFile] = {}  # by file name
-        self._unwritten: set[str] = set()
-        self._queue: queue.Queue[_Unwritten | None] = queue.Queue(_UNWRITTEN)
+        self._folder_files: dict[str, PrefixFile] = {}  # by file name, without their states
+        self._unwritten_names: set[str] = set()
+        self._queue: queue.Queue[_UnwrittenPrefix | None] = queue.Queue(_MAX_UNWRITTEN_PREFIXES)
         self._writer: threading.Thread | None = None
 
     @property
@@ -90,70 +106,71 @@ class StoredPrefixes:
         return self._folder is not None
 
     def held(self) -> list[PrefixFile]:
-        """All prefixes that are there now, files of the folder without their states."""
-        self._look()
-        return [*self._given, *self._kept.values()]
+        """All prefixes that exist now; files of the folder come without their states."""
+        self._update_index()
+        return [*self._caller_files, *self._folder_files.values()]
 
-    def read(self, held: PrefixFile, count: int) -> list[Part]:
-        """The states of the first `count` tokens of a prefix, verified, the last part first; [] if files of it are
-        damaged or gone. With recurrent states, `count` is all of its tokens."""
-        parts: list[Part] = []
+    def read(self, prefix: PrefixFile, count: int) -> list[PrefixPart]:
+        """Read and verify the states of the first `count` tokens of a prefix. With recurrent states,
+        `count` is the number of all of its tokens.
+
+        Returns:
+            The parts, the last part first; [] if some of their files are damaged or gone.
+        """
+        parts: list[PrefixPart] = []
         paths: list[Path] = []
-        stop, at = count, held
-        try:
-            while True:
-                states = at.states
-                if not states:
-                    file = PrefixFile.open(at.path, self._signature, self._interface)
-                    if (file.sha256, file.start, file.adapter) != (at.sha256, at.start, at.adapter):
-                        raise PackageError(f"{at.path} was replaced")
-                    paths.append(at.path)
-                    states = file.states
-                parts.append(Part(at.start, stop, states))
-                if at.start == 0:
-                    break
-                stop, before = at.start, self._before(at)
-                if before is None:
+        part: PrefixFile | None = prefix
+        stop = count
+        while part is not None:
+            states = part.states
+            if not states:
+                try:
+                    states = self._read_states(part)
+                except PackageError as error:
+                    _log.warning("a kept prefix is not used: %s", error)
+                    _delete(part.path)
                     return []
-                at = before
-        except PackageError as error:
-            _log.warning("a kept prefix is not used: %s", error)
-            _delete(at.path)
-            return []
-        now = time.time_ns()
-        for index, path in enumerate(paths):  # those before it are never older
-            with suppress(OSError):
-                os.utime(path, ns=(now + index, now + index))
-        return parts
+                paths.append(part.path)
+            parts.append(PrefixPart(part.start, stop, states))
+            if part.start == 0:
+                _mark_used(paths)
+                return parts
+            stop = part.start
+            part = self._part_before(part)
+        return []
 
     def keep(
         self, tokens: Array, read: Callable[[int, int], Mapping[str, Array]], adapter: str = ""
     ) -> None:
-        """Write the states of the first tokens of a prompt to the folder in another thread, except states that it has.
-        tokens: [n] int64 identities, whole pieces. read: returns a copy of the states of the tokens [start, stop), see
-        `PrefixFile.states`, and `PrefixFile.adapter`."""
+        """Write the states of the first tokens of a prompt to the folder in another thread, except
+        states that it has.
+
+        Args:
+            tokens: the identities of whole pieces, [n] int64.
+            read: returns a copy of the states of the tokens [start, stop), see `PrefixPart.states`.
+            adapter: see `PrefixFile.adapter`.
+        """
         assert self._folder is not None
-        self._look()
-        kept = [one.tokens for one in self._kept.values() if one.adapter == adapter]
-        start = max((shared_pieces(one, tokens, self._pieces) for one in kept), default=0)
-        name = hashlib.sha256(tokens.tobytes() + adapter.encode()).hexdigest()
-        path = self._folder / f"{self._key}-{name[:32]}.safetensors"
-        if (
-            len(tokens) - start < self._pieces.size
-            or path.name in self._unwritten
-            or self._queue.full()
-        ):
+        self._update_index()
+        start = max(
+            (
+                shared_pieces(file.tokens, tokens, self._pieces)
+                for file in self._folder_files.values()
+                if file.adapter == adapter
+            ),
+            default=0,
+        )
+        digest = hashlib.sha256(tokens.tobytes() + adapter.encode()).hexdigest()[:32]
+        path = self._folder / f"{self._signature_hash}-{digest}.safetensors"
+        is_too_short = len(tokens) - start < self._pieces.size
+        if is_too_short or path.name in self._unwritten_names or self._queue.full():
             return
         states = read(start, len(tokens))
         if sum(array.nbytes for array in states.values()) > self._max_bytes:
             return
-        if self._writer is None:
-            self._writer = threading.Thread(
-                target=self._write_all, name="qsample-prefixes", daemon=True
-            )
-            self._writer.start()
-        self._unwritten.add(path.name)
-        self._queue.put((path, tokens.copy(), states, start, adapter))
+        self._start_writer()
+        self._unwritten_names.add(path.name)
+        self._queue.put(_UnwrittenPrefix(path, tokens.copy(), states, start, adapter))
 
     def close(self) -> None:
         """Wait for the disk."""
@@ -162,7 +179,15 @@ class StoredPrefixes:
             self._writer.join()
             self._writer = None
 
-    def _look(self) -> None:
+    def _start_writer(self) -> None:
+        """Start the writing thread unless it runs."""
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=self._write_all, name="qsample-prefixes", daemon=True
+            )
+            self._writer.start()
+
+    def _update_index(self) -> None:
         """Bring the index up to date with the folder, to which other processes write."""
         if self._folder is None:
             return
@@ -170,26 +195,28 @@ class StoredPrefixes:
             names = {
                 name
                 for name in os.listdir(self._folder)
-                if name.startswith(self._key) and _NAME.fullmatch(name)
+                if name.startswith(self._signature_hash) and _FILE_NAME.fullmatch(name)
             }
         except OSError as error:
             _log.warning("cannot read %s: %s", self._folder, error)
             names = set()
-        if names == self._kept.keys():
+        if names == self._folder_files.keys():
             return
-        found = [
-            self._kept[name] if name in self._kept else self._opened(self._folder / name)
-            for name in names
-        ]
-        self._kept = {}
-        for held in sorted((one for one in found if one is not None), key=lambda one: one.start):
-            if held.start and self._before(held) is None:
-                _delete(held.path)  # the part before it is gone
+        files: list[PrefixFile] = []
+        for name in names:
+            file = self._folder_files.get(name) or self._open_header(self._folder / name)
+            if file is not None:
+                files.append(file)
+        self._folder_files = {}
+        for file in sorted(files, key=lambda file: file.start):
+            if file.start and self._part_before(file) is None:
+                _delete(file.path)  # the part before it is gone
             else:
-                self._kept[held.path.name] = held
+                self._folder_files[file.path.name] = file
 
-    def _opened(self, path: Path) -> PrefixFile | None:
-        """A file that is new in the folder; None if it is not usable, and deleted, or is gone."""
+    def _open_header(self, path: Path) -> PrefixFile | None:
+        """Open a file that is new in the folder, without its states; None if it is gone, or was
+        deleted because it cannot be used."""
         try:
             return PrefixFile.open(path, self._signature, self._interface, with_states=False)
         except PackageError as error:
@@ -198,33 +225,67 @@ class StoredPrefixes:
                 _delete(path)
             return None
 
-    def _before(self, held: PrefixFile) -> PrefixFile | None:
-        """A file with the states before the states of `held`."""
-        kept = (one for one in self._kept.values() if one.adapter == held.adapter)
-        shared = ((one, shared_pieces(one.tokens, held.tokens, self._pieces)) for one in kept)
-        return next((one for one, tokens in shared if one.start < held.start <= tokens), None)
+    def _read_states(self, header: PrefixFile) -> Mapping[str, Array]:
+        """The states of a file whose header was read. Raises PackageError."""
+        file = PrefixFile.open(header.path, self._signature, self._interface)
+        is_same = (
+            file.sha256 == header.sha256
+            and file.start == header.start
+            and file.adapter == header.adapter
+        )
+        if not is_same:
+            raise PackageError(f"{header.path} was replaced")
+        return file.states
+
+    def _part_before(self, part: PrefixFile) -> PrefixFile | None:
+        """A file of the folder with the states before the states of `part`."""
+        for file in self._folder_files.values():
+            if file.adapter == part.adapter and file.start < part.start:
+                if part.start <= shared_pieces(file.tokens, part.tokens, self._pieces):
+                    return file
+        return None
 
     # From here on, the writing thread.
 
     def _write_all(self) -> None:
-        while (unwritten := self._queue.get()) is not None:
-            path, tokens, states, start, adapter = unwritten
+        """Write prefixes until `close`."""
+        while True:
+            unwritten = self._queue.get()
+            if unwritten is None:
+                return
             try:
-                write_prefix(path, self._signature, tokens, states, start, adapter)
-                trim(
-                    (file for file in path.parent.iterdir() if _NAME.fullmatch(file.name)),
-                    self._max_bytes,
-                    _delete,
-                )
-            except (
-                Exception
-            ) as error:  # of any kind: without this thread, `close` would wait for ever
+                self._write(unwritten)
+            except Exception as error:
+                # Errors of any kind: without this thread, `close` would wait for ever.
                 _log.warning("a prefix is not kept: %s", error)
-            self._unwritten.discard(path.name)
+            self._unwritten_names.discard(unwritten.path.name)
+
+    def _write(self, unwritten: _UnwrittenPrefix) -> None:
+        """Write a prefix, and delete the files that were used longest ago if there are too many."""
+        path = unwritten.path
+        write_prefix(
+            path,
+            self._signature,
+            unwritten.tokens,
+            unwritten.states,
+            unwritten.start,
+            unwritten.adapter,
+        )
+        files = (file for file in path.parent.iterdir() if _FILE_NAME.fullmatch(file.name))
+        trim(files, self._max_bytes, _delete)
+
+
+def _mark_used(paths: list[Path]) -> None:
+    """Make files the newest of the folder. paths: the parts of a conversation, the last part first; a
+    part is never older than the parts after it."""
+    now = time.time_ns()
+    for index, path in enumerate(paths):
+        with suppress(OSError):
+            os.utime(path, ns=(now + index, now + index))
 
 
 def _delete(path: Path) -> bool:
-    """Delete a file of the folder; False if Windows keeps it, because another process reads it."""
+    """Delete a file of the folder. False if Windows keeps it, because another process reads it."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         return True
@@ -232,9 +293,10 @@ def _delete(path: Path) -> bool:
 
 
 def _usable(folder: Path) -> Path:
-    """An existing folder that can be written to. Raises PackageError."""
+    """The folder, made if it is missing. Raises PackageError if it cannot be written to."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has private texts
+        # Only the owner may read it: it has private texts.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise PackageError(
             f"cannot make {folder} ({error.strerror}); choose another folder for prefixes"

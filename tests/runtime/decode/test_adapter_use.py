@@ -155,7 +155,7 @@ def test_the_tokens_that_a_slot_keeps_are_told_without_marks() -> None:
 
 
 def test_a_mark_is_never_that_of_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_use, "_MOST_MARKS", 2)
+    monkeypatch.setattr(adapter_use, "_MAX_MARKS", 2)
     # Texts, and identities of image tokens: the sum of a mark and the last would be the id 1 with that mark.
     marks, tokens = (
         Marks(),

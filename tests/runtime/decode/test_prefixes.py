@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qsample.runtime.decode.prefixes import (
-    LATE,
+    LATE_START,
     Pieces,
     SavedStates,
     reusable_prefix,
@@ -22,7 +22,7 @@ TEXT = np.arange(4096)
 
 
 @pytest.mark.parametrize("pieces", [Pieces(1), Pieces(4), CPU])
-@pytest.mark.parametrize("start", [0, 3, 64, 1000, LATE, LATE + 1])
+@pytest.mark.parametrize("start", [0, 3, 64, 1000, LATE_START, LATE_START + 1])
 @pytest.mark.parametrize("tokens", [1, 64, 1999])
 def test_pieces_cover_a_prompt_and_are_counted_from_its_start(
     pieces: Pieces, start: int, tokens: int
@@ -34,8 +34,16 @@ def test_pieces_cover_a_prompt_and_are_counted_from_its_start(
 
 
 def test_pieces_are_longer_far_into_a_prompt() -> None:
-    assert [len(piece) for piece in CPU.cut(TEXT, LATE - 128, LATE + 512)] == [64, 64, 256, 256]
-    assert [CPU.begin(TEXT, token) for token in (63, LATE - 1, LATE, LATE + 255, LATE + 256)] == [
+    assert [len(piece) for piece in CPU.cut(TEXT, LATE_START - 128, LATE_START + 512)] == [
+        64,
+        64,
+        256,
+        256,
+    ]
+    assert [
+        CPU.begin(TEXT, token)
+        for token in (63, LATE_START - 1, LATE_START, LATE_START + 255, LATE_START + 256)
+    ] == [
         0,
         960,
         1024,
@@ -55,10 +63,10 @@ def test_a_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: 
 @pytest.mark.parametrize(
     ("start", "tokens", "end"),
     [
-        (LATE, 1, LATE + 256),
-        (LATE - 64, 128, LATE),
-        (LATE - 64, 320, LATE + 256),
-        (LATE, 511, LATE + 256),
+        (LATE_START, 1, LATE_START + 256),
+        (LATE_START - 64, 128, LATE_START),
+        (LATE_START - 64, 320, LATE_START + 256),
+        (LATE_START, 511, LATE_START + 256),
     ],
 )
 def test_a_late_chunk_too(start: int, tokens: int, end: int) -> None:

@@ -17,6 +17,7 @@ from qsample.ort.buffers import Buffer, HostBuffer, copy_on_device
 from qsample.ort.rounding import RowCounts
 from qsample.runtime import CausalLM, SamplingParams, load
 from qsample.runtime.decode import slots as slots_module
+from qsample.runtime.decode.prefix_file import PrefixPart
 from qsample.runtime.decode.slots import NewestTokens, Slots, Snapshot
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON
@@ -226,7 +227,7 @@ def test_graphs_over_ever_other_rows_are_let_go(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of prompts, too; what is in use stays, however many others there are."""
-    monkeypatch.setattr(slots_module, "_MOST_BOUND", 6)
+    monkeypatch.setattr(slots_module, "_MAX_BOUND_GRAPHS", 6)
     slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 9, CAPACITY)
     bound: list[range] = []
     bind = slots._bind_batch
@@ -595,6 +596,7 @@ def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., P
         name: values if name not in recurrent else values * 0
         for name, values in slots.unload(0, 0, 16).items()
     }
-    slots.load(1, [(12, 20, slots.unload(0, 12, 24, place=0)), (0, 12, first)])
+    last = PrefixPart(12, 20, slots.unload(0, 12, 24, place=0))
+    slots.load(1, [last, PrefixPart(0, 12, first)])
     for name, values in slots.unload(1, 0, 20).items():
         np.testing.assert_array_equal(values, states[name])
