@@ -163,7 +163,8 @@ def _fit_params(
 ) -> list[_FittedParams]:
     """The parameters of each prompt, as `for_package` and `find_adapter` make them. Raises
     ValueError."""
-    distinct = {id(own): own for own in params}  # most prompts share their parameters
+    # Most prompts share their parameters.
+    distinct = {id(own): own for own in params}
     fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
     chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
     return [_FittedParams(fitted[id(own)], chosen[id(own)]) for own in params]
@@ -347,7 +348,7 @@ def _checked_seed(seed: Any) -> int:
 
 
 def _seeds_from(first: int, count: int) -> list[int]:
-    """A seed and the numbers after it, which wrap around."""
+    """`count` seeds from `first` on; after the largest seed comes 0."""
     return [(first + row) % NUM_SEEDS for row in range(count)]
 
 
@@ -497,14 +498,14 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
 
 
 def _check_filters(filters: abc.Sequence[str], params: SamplingParams) -> None:
-    """Raise ArgumentError if `params` ask for another filter than those of the package."""
+    """Raise ArgumentError if `params` ask for a filter that is not among `filters`."""
     for name, field in params.filters.items():
         if name not in filters:
             exported = f"the filters {', '.join(filters)}" if filters else "no filters"
             raise ArgumentError(
                 f"{field} is {shown(getattr(params, field))}, and the package was exported with "
                 f"{exported}; export the model again with filters={[*filters, name]} (--filter), or "
-                f"give {field}={OFF[field]} to go without",
+                f"give {field}={OFF_VALUES[field]} to go without",
                 field,
             )
 
@@ -546,7 +547,7 @@ def for_package(
 
 
 def _single_token(breaker: str, encode: Callable[[str], list[int]]) -> int:
-    """The token of a breaker. Raises ValueError unless it is a single one."""
+    """The token of a breaker. Raises ValueError if the breaker is not exactly one token."""
     tokens = encode(breaker)
     if len(tokens) != 1:
         raise ValueError(

@@ -262,11 +262,11 @@ class Sequence:
     """A prompt on its way to its text. Each part has a single writer.
 
     Attributes:
-        request: what the caller asked; it never changes.
-        delivery: what was handed on; changed by `take` and `end`, on the side of the caller.
+        request: the request of the caller; it never changes.
+        delivery: the part that was handed on; `take` and `end` change it, on the caller's side.
         images: the images of the prompt; None without any.
-        placement: the slot and the work that was given to the device; changed by the scheduler.
-        progress: the results that were read from the device; changed by the decode loop.
+        placement: the slot and the jobs of the device so far; the scheduler changes it.
+        progress: the results that were read from the device; the decode loop changes it.
     """
 
     request: SequenceRequest
@@ -357,7 +357,7 @@ class Sequence:
         return taken, "".join(pieces)
 
     def end(self, reason: str) -> None:
-        """End it for a reason of the caller, which becomes its finish reason."""
+        """End it. reason: the finish reason."""
         self.delivery.end_reason = reason
 
 

@@ -1,6 +1,7 @@
 """Steps that give a row several tokens change none: in the loop, in an engine, in generate.
 
-The package checks guesses with qsample's own graphs over a model of random weights; NumPy says what its tokens are.
+The package checks guesses with the graphs of qsample over a model of random weights. NumPy computes the
+expected tokens.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ FEATURES = {
     "logit_bias": True,
     "allowed_tokens": True,
 }
-WORDS = dict.fromkeys((68, 69, 70), 12.0)  # a text of three tokens repeats itself
-PLAIN = {"num_speculative_tokens": 4, "logit_bias": True}  # may be read after several steps
+# A bias towards three tokens, with which a text repeats itself.
+REPEATING_BIAS = dict.fromkeys((68, 69, 70), 12.0)
+# Without optional outputs, tokens may be read after several steps.
+GUESSING_FEATURES = {"num_speculative_tokens": 4, "logit_bias": True}
 Wanted = list[tuple[list[int], str]]
 
 
 @pytest.fixture(scope="session")
-def guessing(fake_model: Callable[..., CausalLM]) -> CausalLM:
-    return fake_model(**PLAIN)
+def guessing_model(fake_model: Callable[..., CausalLM]) -> CausalLM:
+    return fake_model(**GUESSING_FEATURES)
 
 
-def requests(
+def make_requests(
     model: CausalLM, count: int, guesses: int = 4, *, predicts: bool = True
 ) -> tuple[list[Sequence], Wanted]:
     """Random requests, many of texts that repeat themselves, some with predictions unless `predicts`
@@ -50,11 +53,11 @@ def requests(
     generator, made, wanted = random.Random(3), [], []
     for seed in range(count):
         repeats = generator.random() < 0.7
-        letters = [*WORDS] if repeats else range(3, 290)
+        letters = [*REPEATING_BIAS] if repeats else range(3, 290)
         prompt = generator.choices(letters, k=generator.choice([1, 2, 3, 5, 6, 9, 11, 14]))
         params = random_params(generator, 48)
         if repeats:
-            params = replace(params, logit_bias=WORDS, repetition_penalty=1.0)
+            params = replace(params, logit_bias=REPEATING_BIAS, repetition_penalty=1.0)
         answer = fake_reference.generate(prompt, params, seed, CAPACITY)
         params = replace(
             params,
@@ -79,7 +82,7 @@ def test_requests_that_come_and_go(
     flush_every: int,
     double_buffering: bool,
     slots: int,
-    guessing: CausalLM,
+    guessing_model: CausalLM,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     joined: list[tuple[int, ...]] = []
@@ -91,9 +94,11 @@ def test_requests_that_come_and_go(
 
     monkeypatch.setattr(Slots, "prefill", prefill)
     # A prediction takes a read after each step.
-    sequences, wanted = requests(guessing, 30, predicts=flush_every == 1)
-    config = SchedulerConfig.of(guessing.sessions, flush_every=flush_every, prefill_chunk_size=8)
-    device = Slots(guessing.sessions, slots, CAPACITY)
+    sequences, wanted = make_requests(guessing_model, 30, predicts=flush_every == 1)
+    config = SchedulerConfig.of(
+        guessing_model.sessions, flush_every=flush_every, prefill_chunk_size=8
+    )
+    device = Slots(guessing_model.sessions, slots, CAPACITY)
     loop = DecodeLoop(
         device, Scheduler(slots, config), lambda one: one.take(), double_buffering=double_buffering
     )
@@ -105,17 +110,19 @@ def test_requests_that_come_and_go(
     found = [(one.progress.sampled, STATUS_NAMES[one.status]) for one in sequences]
     assert found == wanted
     total = sum((one.progress.drafts for one in sequences), NO_DRAFTS)
-    later = sum(max(len(tokens) - 1, 0) for tokens, _ in wanted)  # tokens of decode steps
+    later = sum(max(len(tokens) - 1, 0) for tokens, _ in wanted)
     assert total.num_steps + total.num_accepted_tokens == later
     assert total.num_drafts <= total.num_steps
     assert 10 < total.num_accepted_tokens < total.num_draft_tokens
     assert slots < 4 or any(len(set(lengths)) > 1 for lengths in joined)
 
 
-def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
+def test_outputs_belong_to_each_token_of_a_step(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(**FEATURES)
     prompt = [68, 69, 70, 68, 69]
-    params = SamplingParams(temperature=0.7, logit_bias=WORDS, max_new_tokens=30, eos_token_id=())
+    params = SamplingParams(
+        temperature=0.7, logit_bias=REPEATING_BIAS, max_new_tokens=30, eos_token_id=()
+    )
     plain = model.generate([prompt, [70] * 3], params, seed=4)
     guess = replace(params, prompt_lookup_num_tokens=4)
     streamed: list[Any] = []
@@ -151,7 +158,7 @@ def test_outputs_of_each_token(fake_model: Callable[..., CausalLM]) -> None:
     assert alone.timing.steps < 9
 
 
-def test_functions_that_follow_each_token_get_a_token_a_step(
+def test_guided_rows_get_one_token_a_step(
     fake_model: Callable[..., CausalLM],
 ) -> None:
     model = fake_model(**FEATURES)
@@ -165,7 +172,9 @@ def test_functions_that_follow_each_token_get_a_token_a_step(
             mask[:] = 0
             mask[0, 68 // 32] = 1 << 4 | 1 << 5
 
-    params = SamplingParams(temperature=0.3, max_new_tokens=20, eos_token_id=(), logit_bias=WORDS)
+    params = SamplingParams(
+        temperature=0.3, max_new_tokens=20, eos_token_id=(), logit_bias=REPEATING_BIAS
+    )
     params = replace(params, prompt_lookup_num_tokens=4)
     output = model.generate(
         [[68, 69, 70] * 4], params, seed=1, allowed_tokens=guide, prediction=[68, 69] * 9
@@ -177,9 +186,11 @@ def test_functions_that_follow_each_token_get_a_token_a_step(
 
 
 def test_criteria_and_stop_strings_inside_a_step(fake_model: Callable[..., CausalLM]) -> None:
-    """What was sampled after the end is left out, although the same step gave it."""
-    model, prompt = fake_model(**PLAIN), [68, 69, 70] * 3
-    params = SamplingParams(temperature=0.0, logit_bias=WORDS, max_new_tokens=40, eos_token_id=())
+    """Tokens after the end are left out, although the same step gave them."""
+    model, prompt = fake_model(**GUESSING_FEATURES), [68, 69, 70] * 3
+    params = SamplingParams(
+        temperature=0.0, logit_bias=REPEATING_BIAS, max_new_tokens=40, eos_token_id=()
+    )
     whole = model.generate([prompt], params)
     assert whole.texts is not None
     expected = whole.token_ids[0]
@@ -196,17 +207,19 @@ def test_criteria_and_stop_strings_inside_a_step(fake_model: Callable[..., Causa
             assert found.timing.drafts.num_accepted_tokens > 3
 
 
-def test_an_engine(guessing: CausalLM) -> None:
+def test_guesses_in_an_engine(guessing_model: CausalLM) -> None:
     """Requests that come and go, go on from each other's prompts, and are cancelled."""
     generator = random.Random(8)
-    head = generator.choices([*WORDS], k=18)
-    with Engine(guessing, slots=3, max_waiting=64) as engine:
+    head = generator.choices([*REPEATING_BIAS], k=18)
+    with Engine(guessing_model, slots=3, max_waiting=64) as engine:
         added = []
         for seed in range(24):
             prompt = head[: generator.choice([4, 8, 12, 18])] + generator.choices(
-                [*WORDS, 7, POISON + 1], k=seed % 4
+                [*REPEATING_BIAS, 7, POISON + 1], k=seed % 4
             )
-            params = replace(random_params(generator, 30), logit_bias=WORDS, repetition_penalty=1.0)
+            params = replace(
+                random_params(generator, 30), logit_bias=REPEATING_BIAS, repetition_penalty=1.0
+            )
             wanted = fake_reference.generate(prompt, params, seed, CAPACITY)
             more = {"prediction": wanted[0] or [3]} if seed % 5 == 0 else {}
             params = replace(params, prompt_lookup_num_tokens=generator.choice([0, 3, 4]))
@@ -231,7 +244,7 @@ def test_an_engine(guessing: CausalLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guesses", [0, 3, 7])
-def test_an_engine_over_a_compiled_package(
+def test_guesses_in_an_engine_over_a_compiled_package(
     guesses: int, guessing_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tails of any lengths behind slots' and stored prefixes are read together: each request gets the tokens that
@@ -264,7 +277,7 @@ def test_an_engine_over_a_compiled_package(
     assert any(len(set(lengths)) > 1 for lengths in joined)
 
 
-def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
+def test_a_package_without_guesses(model: CausalLM) -> None:
     assert (
         model.generate([[5]], max_new_tokens=2, prompt_lookup_num_tokens=None, seed=1).timing.drafts
         == NO_DRAFTS
@@ -272,15 +285,20 @@ def test_a_package_that_draws_a_token_a_step(model: CausalLM) -> None:
 
 
 def test_nothing_is_guessed_if_that_would_change_tokens(fake: Callable[..., Any]) -> None:
-    """The fake's cache is float32, over which no processor rounds one token as several: `load` says so."""
+    """The fake package has a float32 cache, over which no processor rounds one token like several, as
+    `load` reports."""
     with pytest.warns(
         UserWarning,
         match="guesses are off here .*one token otherwise than several.*compile it again",
     ):
-        exact = load(fake(**PLAIN).path)
+        exact = load(fake(**GUESSING_FEATURES).path)
     assert not exact.sessions.guesses
     assert not exact.sessions.prompts.ragged
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "logit_bias": WORDS}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "logit_bias": REPEATING_BIAS,
+    }
     plain = exact.generate([[68, 69, 70] * 3], **options)
     asked = exact.generate([[68, 69, 70] * 3], prompt_lookup_num_tokens=4, **options)
     assert asked.token_ids == plain.token_ids

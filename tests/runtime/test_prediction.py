@@ -1,4 +1,5 @@
-"""Guesses from an expected text: while it is followed, where it is left, and where it is found again."""
+"""Guesses from an expected text: while the row follows it, where the row leaves it, and where the row
+finds it again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 
 from qsample.runtime.sequence import Prediction
 
-EXPECTED = [10, 11, 12, 13, 14, 15, 11, 12, 16, 17]
+EXPECTED_TOKENS = [10, 11, 12, 13, 14, 15, 11, 12, 16, 17]
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ EXPECTED = [10, 11, 12, 13, 14, 15, 11, 12, 16, 17]
         ([], [10, 11, 12]),
         ([10], [11, 12, 13]),
         ([10, 11, 12, 13, 14, 15, 11, 12], [16, 17]),  # its end
-        (EXPECTED, [-1]),
+        (EXPECTED_TOKENS, [-1]),
         ([9], [-1]),  # another beginning
         ([9, 10], [-1]),  # a single token may stand anywhere
         ([9, 10, 11], [12, 13, 14]),
@@ -24,12 +25,12 @@ EXPECTED = [10, 11, 12, 13, 14, 15, 11, 12, 16, 17]
         ([10, 11, 12, 13, 14, 9, 11, 12], [16, 17]),  # after the last that was known
         ([10, 11, 12, 13, 14, 15, 11, 12, 16, 9, 10, 11], [12, 13, 14]),  # or any
         ([9, 15, 11, 12], [16, 17]),  # the longest
-        (EXPECTED * 2, [-1]),
+        (EXPECTED_TOKENS * 2, [-1]),
     ],
 )
-def test_guesses(sampled: list[int], guesses: list[int]) -> None:
+def test_guesses_follow_the_expected_tokens(sampled: list[int], guesses: list[int]) -> None:
     for step in (1, 3):  # however many tokens come at once
-        prediction = Prediction(np.array(EXPECTED))
+        prediction = Prediction(np.array(EXPECTED_TOKENS))
         for count in [*range(0, len(sampled), step), len(sampled)]:
             found = prediction.draft(sampled[:count], 3)
         assert (found.tolist(), found.dtype) == (guesses, np.int32)

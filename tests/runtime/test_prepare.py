@@ -56,14 +56,14 @@ def test_fresh_seeds_survive_readers_of_json(library: str, monkeypatch: pytest.M
     assert len({*seeds}) == 200
 
 
-def test_the_text_of_a_row_goes_on_from_its_prompt(model: CausalLM) -> None:
+def test_the_text_of_a_row_continues_its_prompt(model: CausalLM) -> None:
     ids = Tokenizer(byte_tokenizer()).encode("long before it: x🙂")
     (sequence,), _ = model.prepare(model.read(ids[:-2], max_new_tokens=5))
     assert sequence.delivery.text is not None
     assert [sequence.delivery.text.put(token) for token in ids[-2:]] == ["", "🙂"]
 
 
-PENALISED = SamplingParams(
+PENALISED_PARAMS = SamplingParams(
     temperature=0.9,
     repetition_penalty=1.3,
     frequency_penalty=0.4,
@@ -73,8 +73,8 @@ PENALISED = SamplingParams(
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many prompt tokens every row of every call has, from now on."""
+def prefilled_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of prompt tokens of every row of every call, from now on."""
     tokens: list[int] = []
     plain = Slots.prefill
 
@@ -87,12 +87,14 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_generate(sampler: bool, fake_model: Callable[..., CausalLM], fed: list[int]) -> None:
-    """The rows of a prompt one after another, as transformers has them, and the seed counting on over all of them."""
+def test_rows_of_a_prompt_in_generate(
+    sampler: bool, fake_model: Callable[..., CausalLM], prefilled_tokens: list[int]
+) -> None:
+    """The rows of a prompt are adjacent, as in transformers, and the seeds count over all rows."""
     model = fake_model(sampler=sampler)
-    output = model.generate(PROMPTS, PENALISED, seed=20, num_return_sequences=3)
+    output = model.generate(PROMPTS, PENALISED_PARAMS, seed=20, num_return_sequences=3)
     rows = [prompt for prompt in PROMPTS for _ in range(3)]
-    wanted = [expected(prompt, PENALISED, 20 + row) for row, prompt in enumerate(rows)]
+    wanted = [expected(prompt, PENALISED_PARAMS, 20 + row) for row, prompt in enumerate(rows)]
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     assert output.seeds == list(range(20, 29))
     assert output.prompt_lengths == [len(prompt) for prompt in rows]
@@ -100,14 +102,18 @@ def test_generate(sampler: bool, fake_model: Callable[..., CausalLM], fed: list[
     assert output.sequences[:, :11].tolist() == [
         [0] * (11 - len(prompt)) + prompt for prompt in rows
     ]
-    # The first is shorter than a piece, and its rows cost less together; of the last piece, two tokens at most.
-    assert fed == [3, 3, 3, 4, 4, 3, 2, 2, 4, 4, 2, 2]
+    # The first prompt is shorter than a piece, and its rows cost less together. Of the last piece, at most
+    # two tokens are read again.
+    assert prefilled_tokens == [3, 3, 3, 4, 4, 3, 2, 2, 4, 4, 2, 2]
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
 @pytest.mark.parametrize("flush_every", [1, 4])
 def test_more_rows_than_a_package_takes_wait(
-    flush_every: int, double_buffering: bool, fake_model: Callable[..., CausalLM], fed: list[int]
+    flush_every: int,
+    double_buffering: bool,
+    fake_model: Callable[..., CausalLM],
+    prefilled_tokens: list[int],
 ) -> None:
     model = fake_model(compilation=compilation(batch_size=2, ctx_len=48))
     output = model.generate(
@@ -119,10 +125,10 @@ def test_more_rows_than_a_package_takes_wait(
         double_buffering=double_buffering,
     )
     assert output.token_ids == [expected(PROMPTS[1], FREE, 3 + row)[0] for row in range(5)]
-    assert fed == [4, 4, 3, 2, 2, 2, 2]
+    assert prefilled_tokens == [4, 4, 3, 2, 2, 2, 2]
 
 
-def test_what_the_rows_take_their_seeds_and_parameters_from(model: CausalLM) -> None:
+def test_seeds_and_parameters_of_the_rows_of_a_prompt(model: CausalLM) -> None:
     rows = [
         SamplingParams(temperature=1.2, max_new_tokens=6, seed=70),
         SamplingParams(max_new_tokens=9, seed=3),
@@ -146,7 +152,7 @@ def test_what_the_rows_take_their_seeds_and_parameters_from(model: CausalLM) -> 
     assert len(set(fresh)) == 4
 
 
-def test_what_the_model_asks_for(fake_model: Callable[..., CausalLM]) -> None:
+def test_num_return_sequences_of_the_generation_config(fake_model: Callable[..., CausalLM]) -> None:
     settings = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 3}
     model = fake_model(generation_config=settings)
     assert len(model.generate(PROMPTS).token_ids) == 6
@@ -161,16 +167,20 @@ def test_what_the_model_asks_for(fake_model: Callable[..., CausalLM]) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("mamba", marks=pytest.mark.slow)])
-def test_an_exported_graph(model_type: str, exported: Callable[..., Path], fed: list[int]) -> None:
-    """Real attention; and recurrent states, which are there at the end of a common piece only."""
+def test_rows_of_a_prompt_in_an_exported_graph(
+    model_type: str, exported: Callable[..., Path], prefilled_tokens: list[int]
+) -> None:
+    """Real attention, and recurrent states, which exist only at the end of a common piece."""
     generator = np.random.default_rng(4)
     prompts = [generator.integers(4, 250, length).tolist() for length in (70, 30)]
     model = load(exported(model_type))
     params = SamplingParams(temperature=1.0, max_new_tokens=8, eos_token_id=())
     wanted = [model.generate(prompts[row // 3], params, seed=row).token_ids[0] for row in range(6)]
-    fed.clear()
+    prefilled_tokens.clear()
     assert model.generate(prompts, params, seed=0, num_return_sequences=3).token_ids == wanted
-    assert sum(fed) == (70 + 2 + 2 + 30 + 2 + 2 if model_type == "llama" else 64 + 3 * 6 + 3 * 30)
+    assert sum(prefilled_tokens) == (
+        70 + 2 + 2 + 30 + 2 + 2 if model_type == "llama" else 64 + 3 * 6 + 3 * 30
+    )
     with Engine(model, slots=2) as engine:
         requests = [
             engine.add_requests(prompt, params, num_return_sequences=3, seed=3 * row)
@@ -183,19 +193,21 @@ def test_an_exported_graph(model_type: str, exported: Callable[..., Path], fed: 
 
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_an_engine(slots: int, model: CausalLM, fed: list[int]) -> None:
+def test_rows_of_a_prompt_in_an_engine(
+    slots: int, model: CausalLM, prefilled_tokens: list[int]
+) -> None:
     with Engine(model, slots=slots) as engine:
         rows = [
-            engine.add_requests(prompt, PENALISED, num_return_sequences=4, seed=10 * index)
+            engine.add_requests(prompt, PENALISED_PARAMS, num_return_sequences=4, seed=10 * index)
             for index, prompt in enumerate(PROMPTS)
         ]
         for index, (prompt, requests) in enumerate(zip(PROMPTS, rows, strict=True)):
             assert [request.seed for request in requests] == [10 * index + row for row in range(4)]
             for request in requests:
-                assert outcome(request) == expected(prompt, PENALISED, request.seed)
+                assert outcome(request) == expected(prompt, PENALISED_PARAMS, request.seed)
         usage = [request.result().usage.cached_tokens for request in rows[1]]
         assert usage == [0, 9, 9, 9]
-    assert sum(fed) <= 4 * 3 + (11 + 3 * 2) + (8 + 3 * 2)
+    assert sum(prefilled_tokens) <= 4 * 3 + (11 + 3 * 2) + (8 + 3 * 2)
 
 
 def test_a_row_that_leaves_takes_no_other_with_it(
@@ -212,7 +224,7 @@ def test_a_row_that_leaves_takes_no_other_with_it(
             assert outcome(others[row - 1]) == expected(PROMPTS[1], FREE, row)
 
 
-def test_all_of_them_or_none(model: CausalLM, gate: threading.Semaphore) -> None:
+def test_requests_are_added_all_or_none(model: CausalLM, gate: threading.Semaphore) -> None:
     with Engine(model, slots=2, max_waiting=3) as engine:
         running = engine.add_requests([5], ENDLESS, num_return_sequences=2, seed=0)
         with pytest.raises(QueueFullError, match="2 requests run and 3 wait"):
@@ -227,7 +239,7 @@ def test_all_of_them_or_none(model: CausalLM, gate: threading.Semaphore) -> None
             assert outcome(request) == expected(PROMPTS[0], FREE, seed)
 
 
-class Counting:
+class CountingMasks:
     """Allows row r only the tokens 100 + 10 r to 109 + 10 r, and raises once, after some token."""
 
     def __init__(self, last: int = 10**6) -> None:
@@ -244,18 +256,18 @@ class Counting:
                 mask[row].view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
 
-def test_a_function_for_their_masks(fake_model: Callable[..., CausalLM]) -> None:
+def test_a_function_writes_the_masks_of_all_rows(fake_model: Callable[..., CausalLM]) -> None:
     model = fake_model(allowed_tokens=True)
     wanted = model.generate(
-        PROMPTS[1], FREE, seed=2, num_return_sequences=3, allowed_tokens=Counting()
+        PROMPTS[1], FREE, seed=2, num_return_sequences=3, allowed_tokens=CountingMasks()
     ).token_ids
     assert [{token // 10 for token in row} for row in wanted] == [{10}, {11}, {12}]
     with Engine(model, slots=2) as engine:
         other = engine.add_request(PROMPTS[0], FREE, seed=1)
         options: dict[str, Any] = {"num_return_sequences": 3, "seed": 2}
-        rows = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=Counting(), **options)
+        rows = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=CountingMasks(), **options)
         assert [outcome(request)[0] for request in rows] == wanted
-        failing = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=Counting(4), **options)
+        failing = engine.add_requests(PROMPTS[1], FREE, allowed_tokens=CountingMasks(4), **options)
         for request in failing:
             with pytest.raises(RequestFailedError, match="raised LookupError"):
                 request.result(60)

@@ -1,4 +1,4 @@
-"""A sequence: what was read, what was taken, and where a stop string ends it."""
+"""A sequence: the tokens that were read and taken, stop strings, and the writers of its parts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer
 
 
-def make(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
-    """A prompt of three tokens; with stop strings, it has a text."""
+def make_sequence(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
+    """A sequence with a prompt of three tokens; it has a text only with stop strings."""
     text = (
         None
         if stop_strings is None
@@ -28,19 +28,19 @@ def make(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
     return Sequence(SequenceRequest(np.array([5, 6, 7]), parameters, 0), Delivery(text))
 
 
-def ids(text: str) -> list[int]:
+def token_ids_of(text: str) -> list[int]:
     return Tokenizer(byte_tokenizer()).encode(text, add_special_tokens=False)
 
 
 def test_each_token_is_taken_once() -> None:
-    sequence = make([])
+    sequence = make_sequence([])
     assert sequence.take() == ([], "")
-    sequence.progress.sampled += ids("ab")
+    sequence.progress.sampled += token_ids_of("ab")
     assert sequence.token_ids == []
-    assert sequence.take() == (ids("ab"), "ab")
+    assert sequence.take() == (token_ids_of("ab"), "ab")
     assert sequence.take() == ([], "")
-    sequence.progress.sampled += ids("cdé")[:-1]
-    assert sequence.take() == (ids("cdé")[:-1], "cd")
+    sequence.progress.sampled += token_ids_of("cdé")[:-1]
+    assert sequence.take() == (token_ids_of("cdé")[:-1], "cd")
     assert sequence.token_ids == sequence.progress.sampled
     text = sequence.delivery.text
     assert text is not None
@@ -48,17 +48,17 @@ def test_each_token_is_taken_once() -> None:
     assert sequence.status == RUNNING
 
 
-def test_without_a_tokenizer() -> None:
-    sequence = make()
+def test_tokens_are_taken_without_a_tokenizer() -> None:
+    sequence = make_sequence()
     sequence.progress.sampled += [9, 8]
     assert sequence.take() == ([9, 8], "")
     assert sequence.token_ids == [9, 8]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
-def test_what_was_sampled_after_a_stop_string_is_left_out(window: int) -> None:
-    """The tokens stay in `sampled`: they are in the slot's cache."""
-    sequence, sampled, taken, pieces = make([", "]), ids("no, yes!"), [], []
+def test_tokens_after_a_stop_string_are_left_out(window: int) -> None:
+    """The tokens stay in `sampled`, because they are in the cache of the slot."""
+    sequence, sampled, taken, pieces = make_sequence([", "]), token_ids_of("no, yes!"), [], []
     for start in range(0, len(sampled), window):
         assert sequence.status == RUNNING
         sequence.progress.sampled += sampled[start : start + window]
@@ -68,15 +68,15 @@ def test_what_was_sampled_after_a_stop_string_is_left_out(window: int) -> None:
         if sequence.status != RUNNING:
             break
     assert sequence.status == STOPPED
-    assert taken == sequence.token_ids == ids("no, ")
+    assert taken == sequence.token_ids == token_ids_of("no, ")
     assert sequence.progress.sampled == sampled[: len(sequence.progress.sampled)]
     assert sequence.delivery.text is not None
     assert "".join(pieces) == sequence.delivery.text.whole == "no"
     assert sequence.delivery.text.stop_string == ", "
 
 
-def test_when_it_may_run() -> None:
-    sequence = make(most=2)
+def test_a_sequence_may_run_between_its_first_token_and_its_limit() -> None:
+    sequence = make_sequence(most=2)
     assert (sequence.request.max_length, sequence.request.max_new_tokens) == (5, 2)
     assert not sequence.started
     running = []
@@ -86,7 +86,7 @@ def test_when_it_may_run() -> None:
     assert running == [False, True, False]
     sequence.progress.sampled.append(4)
     assert sequence.started
-    ended = make()
+    ended = make_sequence()
     ended.progress.status = 3
     assert ended.started, "it ended without a token"
 

@@ -152,8 +152,10 @@ class DecodeLoop:
         if double_buffering and slots.read_while_running:
             self._device = DeviceThread("qsample-device")
         self._max_tokens_per_step = slots.most_new_tokens
-        self._unread_tokens: list[_UnreadTokens] = []  # given by the newest job
-        self._unread_outputs: list[_UnreadOutputs] = []  # in the order of their steps
+        # The steps of the newest job, until their tokens are read.
+        self._unread_tokens: list[_UnreadTokens] = []
+        # The tokens that were read without their outputs, in the order of their steps.
+        self._unread_outputs: list[_UnreadOutputs] = []
         # The prompts that left their slots since the last job. The next job stops these slots.
         self._left_prompts: dict[int, _LeftPrompt] = {}
         self.prefixes = PrefixStats()
@@ -349,7 +351,7 @@ class DecodeLoop:
             self._scheduler.forget_reused_tokens(sequence)
 
     def _move_row(self) -> None:
-        """Move a row closer to the others, with its unread tokens, if that has become worth it."""
+        """Move a row, with its unread tokens, closer to the other rows if the scheduler asks for it."""
         move = self._scheduler.next_move() if self._slots.narrows else None
         if move is not None:
             self._slots.move(move.source, move.target, move.kept)
@@ -408,7 +410,7 @@ class DecodeLoop:
         return calls
 
     def _calls_for_pieces(self, read: Read) -> list[_DeviceCall]:
-        """The calls for pieces of the prompt of one sequence."""
+        """The calls that read pieces of the only prompt."""
         (sequence,) = read.sequences
         calls: list[_DeviceCall] = []
         for piece in read.pieces:

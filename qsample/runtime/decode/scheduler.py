@@ -51,8 +51,8 @@ _RUN_COST_TOKENS: Final = 4
 # The tokens of a row that are copied while a step computes another row: 50 at 0.6 B parameters with
 # int4 weights.
 _COPIED_TOKENS_PER_ROW: Final = 32
-# The sequences that wait for an adapter while later ones are admitted. Looking further takes time in
-# each step.
+# The most sequences that wait for an adapter while later sequences are admitted. Looking further would
+# take time in each step.
 _MAX_PASSED_SEQUENCES: Final = 256
 # A run of more tokens reads none of them faster, and takes more memory.
 _MAX_JOINED_TOKENS: Final = 512
@@ -168,7 +168,7 @@ class Slot:
         self.left_at = left_at
 
     def keep_as(self, other: Slot) -> None:
-        """Keep what `other` keeps, and take its rank."""
+        """Keep the tokens of another free slot in its place, and take its rank."""
         self.kept_tokens = other.kept_tokens
         self.kept_states_end = other.kept_states_end
         self.left_at = other.left_at
@@ -184,8 +184,10 @@ class _MoveEstimate:
 
 
 class Scheduler:
-    """Requests of equal priority run in arrival order; one that waits for an adapter does not block
-    later ones.
+    """Gives slots to sequences, and chooses jobs.
+
+    Sequences of equal priority run in arrival order. A sequence that waits for an adapter does not
+    block later sequences.
 
     A prompt is read in pieces, each in a separate call, even if more work waits: kernels round
     differently for another number of tokens, and nothing but the prompt may decide that. So chunks
@@ -202,7 +204,7 @@ class Scheduler:
         self._config = config
         self._pieces = config.pieces
         self._slots = [Slot(number, left_at=number) for number in range(slots)]
-        self._next_rank = slots  # the next value of `Slot.left_at`
+        self._next_rank = slots  # the slot that is left next gets this rank
         self._waiting: deque[Sequence] = deque()
         self._in_slots: list[Sequence] = []  # first come first
         self._marks = Marks()
@@ -284,7 +286,8 @@ class Scheduler:
         prompt = sequence.placement.marked_prompt
         reusable = {slot: self._reusable(slot, prompt) for slot in free}
         slot = self._best_slot(free, reusable)
-        source = max([slot, *free], key=reusable.__getitem__)  # of equals, `slot`
+        # `slot` comes first, so that it wins a tie.
+        source = max([slot, *free], key=reusable.__getitem__)
         tokens = reusable[source]
         prefix, loadable = self._best_stored(stored, sequence)
         if prefix is not None and loadable > tokens:
@@ -594,8 +597,9 @@ class Scheduler:
         pieces."""
         if not self._config.recurrent:
             return reusable_prefix(stored, prompt, self._pieces, self._config.tail_size)
+        # The stored states follow all of `stored`.
         length = len(stored)
-        is_whole = shared_prefix(stored, prompt[:-1]) == length  # the states follow all of it
+        is_whole = shared_prefix(stored, prompt[:-1]) == length
         return length if is_whole and not self._pieces.run(prompt, length) else 0
 
     def to_store(self, slot: int, identities: Array) -> tuple[Array, int | None]:

@@ -187,8 +187,9 @@ class Slots:
         step: the number of the newest step.
         saved: the places for copies of recurrent states.
         adapters: the memory of adapters.
-        process_logits: with the sampler on the host, a function of some slots and their logits,
-            [n, V], that returns the logits to sample from; None to sample from the model's logits.
+        process_logits: a function of some slots and their logits, [n, V], that returns the logits to
+            sample from; None to sample from the model's logits. Only packages with their sampler on
+            the host call it.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class Slots:
         for step in range(len(self._outputs)):
             self._outputs.of(step)[NEXT_IDS.name].write_at(slice(None), 0)  # idle rows read them
         input_device = "cpu" if sessions.sampler is not None else sessions.input_device
-        # ONNX Runtime keeps the graphs that it has captured, and would capture one more.
+        # With fewer columns, ONNX Runtime would capture another graph, and keep the old one.
         narrow = sessions.replays is None
         self._parameters = ParameterRows(
             interface, self._sizes, input_device, narrow=narrow, needed=device == "cpu"
@@ -377,7 +378,7 @@ class Slots:
 
     def load(self, slot: int, parts: abc.Sequence[PrefixPart]) -> None:
         """Write states from elsewhere to an idle slot, before `begin`. parts: the states of a
-        beginning of a prompt, the last part first; recurrent states are those of the first item."""
+        beginning of a prompt, the last part first. The first item has the recurrent states."""
         for spec in self._interface.cache_states:
             if CAPACITY in spec.axes:
                 columns = []
@@ -488,8 +489,8 @@ class Slots:
         `prepared`.
 
         Args:
-            rows: at least all rows that run; by default every row. Adjacent rows are added if the
-                package needs them.
+            rows: the rows, at least all that run; by default every row. Adjacent rows are added if
+                the package needs them.
             wait: whether to wait for the device; False if another `decode` follows before anything is
                 read.
         """
@@ -533,7 +534,8 @@ class Slots:
             newest: the number of last tokens of each row that is enough, if the tokens are not in the
                 host's memory; by default all.
         """
-        side = (self.step if step is None else step) % 2  # each `decode` flips the side
+        # Each `decode` flips the side.
+        side = (self.step if step is None else step) % 2
         states = self._state.inputs(side=side)
         status = states[STATUS.name].read()
         lengths = states[LENGTHS.name].read()

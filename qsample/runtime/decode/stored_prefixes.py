@@ -36,7 +36,7 @@ from qsample.runtime.decode.prefixes import Pieces, shared_pieces
 
 DEFAULT_BYTES: Final = 8 << 30
 _FILE_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors")
-# The prefixes in memory that wait for the disk. While they are as many, no more are kept.
+# The most prefixes in memory that wait for the disk. Further prefixes are not kept.
 _MAX_UNWRITTEN_PREFIXES: Final = 2
 _log: Final = logging.getLogger("qsample.prefixes")
 
@@ -95,7 +95,8 @@ class StoredPrefixes:
             self._caller_files.append(file)
         self._folder = None if folder is None else _usable(Path(folder))
         self._max_bytes = max_bytes
-        self._folder_files: dict[str, PrefixFile] = {}  # by file name, without their states
+        # The files of the folder by name, without their states.
+        self._folder_files: dict[str, PrefixFile] = {}
         self._unwritten_names: set[str] = set()
         self._queue: queue.Queue[_UnwrittenPrefix | None] = queue.Queue(_MAX_UNWRITTEN_PREFIXES)
         self._writer: threading.Thread | None = None

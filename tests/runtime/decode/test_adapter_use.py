@@ -1,5 +1,5 @@
-"""Adapters of a batch: who waits for which, tokens that no other adapter's row may continue from, and the memory in
-which a row meets the matrices of its own adapter, whatever was loaded before."""
+"""Adapters of a batch: the order in which rows get places, tokens that only rows of the same adapter
+continue from, and the memory of the matrices, whatever was loaded before."""
 
 from __future__ import annotations
 
@@ -39,77 +39,77 @@ def request(of: Adapter | None, prompt: list[int] | None = None) -> Sequence:
     return Sequence(SequenceRequest(ids, parameters, 0, adapter=of))
 
 
-def scheduler(max_loras: int, slots: int = 8) -> Scheduler:
+def make_scheduler(max_loras: int, slots: int = 8) -> Scheduler:
     return Scheduler(slots, SchedulerConfig(Pieces(1), max_loras=max_loras))
 
 
-def added(one: Scheduler, *wanted: Adapter | None) -> list[Sequence]:
+def add_requests(scheduler: Scheduler, *wanted: Adapter | None) -> list[Sequence]:
     sequences = [request(of) for of in wanted]
     for sequence in sequences:
-        one.add(sequence)
+        scheduler.add(sequence)
     return sequences
 
 
-def placed(admissions: list[Admission]) -> list[tuple[int, Adapter | None]]:
-    """(place, adapter to write there) of each."""
+def places_and_writes(admissions: list[Admission]) -> list[tuple[int, Adapter | None]]:
+    """The place of each admitted sequence, and the adapter to write there."""
     return [
         (admission.sequence.placement.adapter_place, admission.adapter) for admission in admissions
     ]
 
 
 def test_rows_of_an_adapter_share_its_place_whatever_its_name() -> None:
-    one = scheduler(2)
-    added(one, A, None, B, adapter("a", "another name of the same numbers"))
-    assert placed(one.admit()) == [(1, A), (0, None), (2, B), (1, None)]
+    scheduler = make_scheduler(2)
+    add_requests(scheduler, A, None, B, adapter("a", "another name of the same numbers"))
+    assert places_and_writes(scheduler.admit()) == [(1, A), (0, None), (2, B), (1, None)]
 
 
 def test_the_idle_adapter_that_was_used_longest_ago_gives_its_place() -> None:
-    one = scheduler(2)
-    rows = added(one, A, B)
-    one.admit()
+    scheduler = make_scheduler(2)
+    rows = add_requests(scheduler, A, B)
+    scheduler.admit()
     for row in rows:
-        one.leave(row)
-    added(one, A)
-    assert placed(one.admit()) == [(1, None)]
-    added(one, C)
-    assert placed(one.admit()) == [(2, C)]
+        scheduler.leave(row)
+    add_requests(scheduler, A)
+    assert places_and_writes(scheduler.admit()) == [(1, None)]
+    add_requests(scheduler, C)
+    assert places_and_writes(scheduler.admit()) == [(2, C)]
 
 
-def test_others_pass_a_row_that_waits_for_an_adapter_but_none_of_the_adapter_that_is_to_leave() -> (
-    None
-):
-    one = scheduler(2)
-    first, second = added(one, A, B)
-    one.admit()
-    waits, of_a, of_b, plain, also_waits = added(one, C, A, B, None, C)
+def test_rows_pass_a_row_that_waits_for_an_adapter_unless_their_adapter_has_to_leave() -> None:
+    scheduler = make_scheduler(2)
+    first, second = add_requests(scheduler, A, B)
+    scheduler.admit()
+    waits, of_a, of_b, plain, also_waits = add_requests(scheduler, C, A, B, None, C)
     # A was given to a row longest ago: its next row comes after C's.
-    assert [admission.sequence for admission in one.admit()] == [of_b, plain]
-    one.leave(second)
-    assert one.admit() == []
-    one.leave(first)
+    assert [admission.sequence for admission in scheduler.admit()] == [of_b, plain]
+    scheduler.leave(second)
+    assert scheduler.admit() == []
+    scheduler.leave(first)
     # Now B was given to a row longest ago, and A's row claims it.
-    admissions = one.admit()
+    admissions = scheduler.admit()
     assert [admission.sequence for admission in admissions] == [waits, also_waits]
-    assert placed(admissions) == [(1, C), (1, None)]
-    one.leave(waits)
-    one.leave(of_b)
-    assert placed(one.admit()) == [(2, A)]
-    assert (one.waiting, of_a.placement.adapter_place) == (0, 2)
+    assert places_and_writes(admissions) == [(1, C), (1, None)]
+    scheduler.leave(waits)
+    scheduler.leave(of_b)
+    assert places_and_writes(scheduler.admit()) == [(2, A)]
+    assert (scheduler.waiting, of_a.placement.adapter_place) == (0, 2)
 
 
-def test_everybody_gets_a_turn() -> None:
+def test_every_request_gets_a_slot_in_the_end() -> None:
     chooses = random.Random(0)
-    one, known = scheduler(2, slots=3), [adapter(str(number)) for number in range(5)]
+    scheduler, known = make_scheduler(2, slots=3), [adapter(str(number)) for number in range(5)]
     held: dict[int, Adapter] = {}
     waiting: dict[Sequence, int] = {}
     running: list[Sequence] = []
     for step in range(3000):
         if len(waiting) < 6:
-            (row,) = added(one, chooses.choice([*known, *[known[0]] * 20, *[known[1]] * 20, None]))
+            (row,) = add_requests(
+                scheduler, chooses.choice([*known, *[known[0]] * 20, *[known[1]] * 20, None])
+            )
             waiting[row] = step
         if running and chooses.random() < 0.5:
-            one.leave(running.pop(chooses.randrange(len(running))))
-        for admission in one.admit():
+            scheduler.leave(running.pop(chooses.randrange(len(running))))
+        for admission in scheduler.admit():
             sequence = admission.sequence
             assert step - waiting.pop(sequence) < 60
             if admission.adapter is not None:
@@ -124,46 +124,47 @@ def test_everybody_gets_a_turn() -> None:
 
 
 @pytest.mark.parametrize("reuse_sampled", [False, True])
-def test_no_beginning_crosses_adapters(reuse_sampled: bool) -> None:
-    one = Scheduler(4, SchedulerConfig(Pieces(1), max_loras=2, reuse_sampled=reuse_sampled))
+def test_prompts_of_different_adapters_share_no_beginning(reuse_sampled: bool) -> None:
+    scheduler = Scheduler(4, SchedulerConfig(Pieces(1), max_loras=2, reuse_sampled=reuse_sampled))
     for of, again in ((A, adapter("a")), (None, None), (B, adapter("b"))):
-        one.add(first := request(of, [5, 6, 7]))
-        (admission,) = one.admit()
+        scheduler.add(first := request(of, [5, 6, 7]))
+        (admission,) = scheduler.admit()
         assert admission.copy.tokens == 0
         first.placement.tokens_read, first.placement.tokens_issued, first.progress.sampled = (
             3,
             3,
             [8, 9],
         )
-        one.leave(first)
-        one.add(second := request(again, [5, 6, 7, 8, 9]))
-        (admission,) = one.admit()
+        scheduler.leave(first)
+        scheduler.add(second := request(again, [5, 6, 7, 8, 9]))
+        (admission,) = scheduler.admit()
         assert admission.copy.tokens == (4 if reuse_sampled else 3)
-        one.leave(second)
+        scheduler.leave(second)
 
 
-def test_the_tokens_that_a_slot_keeps_are_told_without_marks() -> None:
-    one = scheduler(2, slots=2)
+def test_tokens_to_store_have_no_marks() -> None:
+    scheduler = make_scheduler(2, slots=2)
     for of in (A, None):
-        one.add(row := request(of, [5, 6, 7]))
-        one.admit()
+        scheduler.add(row := request(of, [5, 6, 7]))
+        scheduler.admit()
         row.placement.tokens_read = 3
-        slot = one.leave(row)
+        slot = scheduler.leave(row)
         assert slot is not None
-        tokens, place = one.to_store(slot, row.identities)
+        tokens, place = scheduler.to_store(slot, row.identities)
         assert (tokens.tolist(), place) == ([5, 6, 7], None)
 
 
-def test_a_mark_is_never_that_of_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_adapters_never_have_the_same_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_use, "_MAX_MARKS", 2)
-    # Texts, and identities of image tokens: the sum of a mark and the last would be the id 1 with that mark.
+    # Texts, and identities of image tokens. The sum of a mark and the last one would be the id 1 with
+    # that mark.
     marks, tokens = (
         Marks(),
         np.array([0, 1, 2**31 - 1, -1, -(2**63), 1 - (1 << 32)], dtype=np.int64),
     )
-    seen = [tokens, *(marks.mark(tokens, one) for one in (A, B, C, A))]
+    seen = [tokens, *(marks.mark(tokens, adapter) for adapter in (A, B, C, A))]
     assert len(np.unique(np.stack(seen))) == 5 * len(tokens)  # A was forgotten
-    assert all(((one < 0) == (tokens < 0)).all() for one in seen)
+    assert all(((marked < 0) == (tokens < 0)).all() for marked in seen)
     assert (marks.mark(tokens, None) == tokens).all()
 
 
@@ -172,7 +173,7 @@ ROWS, PLACES, RANK = 4, 3, 4
 
 
 def make_adapter(rng: np.random.Generator) -> Adapter:
-    """Of some of the layers, with ranks of their own."""
+    """An adapter of some of the layers, with a random rank in each."""
     changed = [target for target in TARGETS if rng.random() < 0.7] or [TARGETS[0]]
     matrices = {}
     for target in changed:
@@ -185,22 +186,22 @@ def make_adapter(rng: np.random.Generator) -> Adapter:
     return Adapter("a", Path(), str(rng.random()), matrices)
 
 
-def shown(buffer: Buffer) -> np.ndarray:
-    """What a graph that is bound to it reads."""
+def memory_of(buffer: Buffer) -> np.ndarray:
+    """The numbers that a graph bound to the buffer reads."""
     whole = buffer.owner.numpy().reshape(-1)
     first = (buffer.address - buffer.owner.data_ptr()) // whole.itemsize
     return whole[first : first + int(np.prod(buffer.shape))].reshape(buffer.shape)
 
 
-def changes(inputs: dict[str, np.ndarray], row: int, target: AdapterTarget) -> np.ndarray:
-    """A^T B of a row, as the graph computes it."""
+def adapter_product(inputs: dict[str, np.ndarray], row: int, target: AdapterTarget) -> np.ndarray:
+    """A^T B of the adapter of a row, as the graph computes it."""
     a, b = (inputs[name] for name in adapter_names(target.path))
     own = inputs[adapter_ids(target.kind).name] == inputs["adapter"][row]
     return np.asarray((a * own[:, None]).astype(np.float64).T @ b)
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_random_loads(captured: bool) -> None:
+def test_rows_meet_the_matrices_of_their_adapters_after_random_loads(captured: bool) -> None:
     rng = np.random.default_rng(5)
     features = Features(max_loras=PLACES, max_lora_rank=RANK)
     memory = AdapterRows(
@@ -227,7 +228,7 @@ def test_random_loads(captured: bool) -> None:
             memory.swap_rows(row, other)
         start = int(rng.integers(ROWS))
         rows = range(start, int(rng.integers(start + 1, ROWS + 1)))
-        inputs = {name: shown(buffer) for name, buffer in memory.inputs(rows).items()}
+        inputs = {name: memory_of(buffer) for name, buffer in memory.inputs(rows).items()}
         keys.add(memory.key(rows))
         assert tuple(
             (kind, len(inputs[adapter_ids(kind).name])) for kind in ("q", "down")
@@ -241,14 +242,16 @@ def test_random_loads(captured: bool) -> None:
                     if a is None
                     else a.astype(float).T @ b
                 )
-                np.testing.assert_allclose(changes(inputs, index, target), wanted, atol=1e-6)
-        if not captured and not any(of_row[one] for one in rows):
+                np.testing.assert_allclose(
+                    adapter_product(inputs, index, target), wanted, atol=1e-6
+                )
+        if not captured and not any(of_row[row] for row in rows):
             assert memory.key(rows) == (("q", 0), ("down", 0))
     assert len(keys) == (1 if captured else len(keys))
     assert captured or len(keys) > 10
 
 
-def test_without_adapters_there_is_nothing() -> None:
+def test_a_package_without_adapters_has_no_adapter_inputs() -> None:
     memory = AdapterRows(Interface(9, ()), ROWS, "cpu")
     memory.begin(0, 0)
     memory.swap_rows(0, 1)

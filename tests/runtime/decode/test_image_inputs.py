@@ -1,4 +1,5 @@
-"""The image inputs of calls: rows of several prompts over joined features, padding, and memory that stays for text."""
+"""The image inputs of calls: rows of several prompts over joined features, padding, and memory that
+stays for text."""
 
 from __future__ import annotations
 
@@ -12,22 +13,24 @@ from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece, image_p
 WIDTH, ROWS, CAPACITY = 3, 2, 16
 
 
-def inputs(dtype: str = "float32", *, axial: bool = True) -> ImageInputs:
+def make_inputs(dtype: str = "float32", *, axial: bool = True) -> ImageInputs:
     interface = Interface(20, (KeyValueShape(1, 4),), dtype, image=ImageShape(WIDTH, axial=axial))
     return ImageInputs(interface, ROWS, CAPACITY, "cpu", "cpu")
 
 
-def prompt() -> tuple[ImagePrompt, np.ndarray]:
-    """Text, two rows of images, text, three rows."""
+def make_prompt() -> tuple[ImagePrompt, np.ndarray]:
+    """A prompt of a text token, two image tokens, a text token and three image tokens; and its
+    features."""
     rows = np.array([-1, 0, 1, -1, 2, 3, 4], np.int32)
-    offsets = np.arange(24, dtype=np.int32).reshape(8, 3)  # the last: of the tokens after it
+    # The last row is for the tokens after the prompt.
+    offsets = np.arange(24, dtype=np.int32).reshape(8, 3)
     return ImagePrompt((), rows, offsets, rows.astype(np.int64)), np.arange(
         15, dtype=np.float32
     ).reshape(5, 3)
 
 
 def test_a_piece_takes_the_rows_that_it_needs() -> None:
-    images, features = prompt()
+    images, features = make_prompt()
     for piece, rows, first, end in (
         (range(7), [-1, 0, 1, -1, 2, 3, 4], 0, 5),
         (range(2, 6), [0, -1, 1, 2], 1, 4),
@@ -44,13 +47,13 @@ def test_a_piece_takes_the_rows_that_it_needs() -> None:
 
 
 def test_several_rows_share_the_features_of_a_call() -> None:
-    images, features = prompt()
+    images, features = make_prompt()
     pieces = [
         image_piece(images, features, range(4, 7)),
         None,
         image_piece(images, features, range(1, 3)),
     ]
-    made = {name: buffer.read() for name, buffer in inputs().of_prompts(pieces, 4).items()}
+    made = {name: buffer.read() for name, buffer in make_inputs().of_prompts(pieces, 4).items()}
     assert made["image_rows"].tolist() == [[0, 1, 2, -1], [-1] * 4, [3, 4, -1, -1]]
     np.testing.assert_array_equal(made["image_features"], features[[2, 3, 4, 0, 1]])
     offsets = made["position_offsets"]
@@ -62,8 +65,8 @@ def test_several_rows_share_the_features_of_a_call() -> None:
 
 
 def test_text_and_steps_read_memory_that_stays() -> None:
-    images, features = prompt()
-    memory = inputs()
+    images, features = make_prompt()
+    memory = make_inputs()
     text, step = memory.of_prompts([None] * 2, 5), memory.of_step(range(ROWS))
     memory.of_prompts([image_piece(images, features, range(7))] * 2, 8)
     memory.begin(1, images)
@@ -79,9 +82,9 @@ def test_text_and_steps_read_memory_that_stays() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "numbers"), [("float16", np.float16), ("bfloat16", np.uint16)])
-def test_half_precision(dtype: str, numbers: type) -> None:
+def test_features_in_half_precision(dtype: str, numbers: type) -> None:
     piece = ImagePiece(np.array([0], np.int32), np.ones((1, WIDTH), numbers), None)
-    memory = inputs(dtype, axial=False)
+    memory = make_inputs(dtype, axial=False)
     made, text = memory.of_prompts([piece], 1), memory.of_prompts([None], 1)
     assert made["image_features"].dtype == text["image_features"].dtype == dtype
     assert "position_offsets" not in made

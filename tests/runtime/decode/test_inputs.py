@@ -1,4 +1,5 @@
-"""Which rows a captured graph searches: those whose filters may keep more tokens than there are candidates."""
+"""The rows that a captured graph searches, whose filters may keep more tokens than there are
+candidates; the memory for prompts; random numbers."""
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ from tests.sampler.test_draw import TO_SEARCH
 INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)
 
 
-def listed(rows: SearchedRows, count: int) -> list[int]:
+def searched_rows(rows: SearchedRows, count: int) -> list[int]:
     buffer = rows.of_rows(range(count))
     return buffer.read()[: buffer.shape[0]].tolist()
 
 
 @pytest.mark.parametrize(("searched", "parameters"), TO_SEARCH)
-def test_rule(searched: bool, parameters: dict[str, float]) -> None:
+def test_rows_that_need_a_search(searched: bool, parameters: dict[str, float]) -> None:
     """As in the graph."""
     rows = SearchedRows(INTERFACE, 3, "cpu")
     rows.set(1, {name: np.float32(value) for name, value in parameters.items()})
-    assert listed(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
+    assert searched_rows(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
 
 
-def test_a_graph_without_the_list_needs_none() -> None:
+def test_a_graph_without_the_list_gets_an_empty_list() -> None:
     rows = SearchedRows(Interface(1000, ()), 2, "cpu")
     rows.set(1, {"top_p": np.array(0.5), "typical_p": np.array(0.5)})  # it lacks the second as well
-    assert listed(rows, 2) == []
+    assert searched_rows(rows, 2) == []
     assert rows.size == 0
 
 
 def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
-    """So a batch needs few captures. A row that comes twice fills it; rows that leave shorten it."""
+    """A batch then needs few captures. A repeated row fills the list, and rows that leave shorten it."""
     rows = SearchedRows(INTERFACE, 11, "cpu")
     sizes = []
     address = rows.of_batch().address
@@ -55,7 +56,7 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
         assert buffer.shape == (rows.size,)
     assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
     buffer.write_at(slice(1), [7])
-    assert rows.of_batch().read()[0] == 7, "what has not changed is not written again"
+    assert rows.of_batch().read()[0] == 7, "an unchanged list is not written again"
     for slot in range(3, 11):
         rows.set(slot, {"top_p": np.array(1.0)})
     assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
@@ -68,9 +69,9 @@ def test_the_list_follows_rows_that_move_and_end() -> None:
     for row in (1, 2):
         rows.set(row, {"top_p": np.array(0.9, np.float32)})
     rows.swap_rows(1, 0)
-    assert listed(rows.searched, 3) == [0, 2]
+    assert searched_rows(rows.searched, 3) == [0, 2]
     rows.clear(0)
-    assert listed(rows.searched, 3) == [2]
+    assert searched_rows(rows.searched, 3) == [2]
 
 
 @pytest.mark.parametrize("renewed", [False, True])
@@ -95,13 +96,13 @@ def test_prompts_are_padded_with_a_token_of_their_own(renewed: bool) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**63 - 1, 0x0123456789ABCDEF])
 @pytest.mark.parametrize("count", [1, 4, 7, 130])
-def test_uniforms_are_those_of_the_reference(seed: int, count: int) -> None:
+def test_uniforms_equal_the_reference(seed: int, count: int) -> None:
     got = uniforms(seed, count)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, philox_uniforms(seed, count))
 
 
-def test_uniforms_are_those_of_the_graph(tmp_path: Path) -> None:
+def test_uniforms_equal_the_graph(tmp_path: Path) -> None:
     interface = Interface(5, (), features=Features(filters=("xtc",)))
     ir.save(build_initial_state(interface), tmp_path / "graph.onnx")
     session = ort.InferenceSession(tmp_path / "graph.onnx", providers=["CPUExecutionProvider"])
@@ -113,6 +114,6 @@ def test_uniforms_are_those_of_the_graph(tmp_path: Path) -> None:
         )
 
 
-def test_xtc_noise_is_of_another_counter() -> None:
+def test_xtc_noise_has_a_separate_stream() -> None:
     words = philox4x32((1, 1, 0, 0), (7, 0))
     assert uniforms(7, 8, stream=1)[4:].tolist() == [(word >> 8) * 2.0**-24 for word in words]

@@ -43,7 +43,8 @@ def run(
     chunk: int | None = None,
     interleave: bool = True,
 ) -> tuple[list[list[int]], list[str], list[tuple[int, int]]]:
-    """Tokens and finish reason of each request; and of each delivery, how many tokens came and the status."""
+    """Run requests. Returns the tokens and the finish reason of each, and the number of tokens and the
+    status of each delivery."""
     delivered: list[tuple[int, int]] = []
 
     def deliver(sequence: Sequence) -> None:
@@ -65,8 +66,8 @@ def run(
     return [request.progress.sampled for request in requests], reasons, delivered
 
 
-def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each run over prompts had, from now on."""
+def record_prefill_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each run over prompts, from now on."""
     rows: list[int] = []
     plain = Slots.prefill
 
@@ -78,8 +79,8 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[range]:
-    """What each decode step is asked to be over, from now on."""
+def record_step_rows(monkeypatch: pytest.MonkeyPatch) -> list[range]:
+    """The rows of each decode step as the loop asks for them, from now on."""
     asked: list[range] = []
     plain = Slots.decode
 
@@ -91,8 +92,8 @@ def rows_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[range]:
     return asked
 
 
-def reads_of_outputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Of each read of an optional output, from now on: its name, and the numbers of steps and rows."""
+def record_output_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """The name and the numbers of steps and rows of each read of an optional output, from now on."""
     read: list[tuple[str, int, int]] = []
     plain = OutputRing.read
 
@@ -104,21 +105,21 @@ def reads_of_outputs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, in
     return read
 
 
-def free(most: int) -> SamplingParams:
-    """Random rows that end after `most` tokens."""
+def free_params(most: int) -> SamplingParams:
+    """Parameters of random rows that end after `most` tokens."""
     return SamplingParams(temperature=0.9, max_new_tokens=most, eos_token_id=())
 
 
-def references(
+def reference_answers(
     prompts: list[list[int]], params: list[SamplingParams], capacity: int = CAPACITY
 ) -> list[Any]:
-    """Tokens and finish reason of each row; the seeds count from 0."""
+    """The tokens and the finish reason of each row; the seeds count from 0."""
     rows = enumerate(zip(prompts, params, strict=True))
     return [fake_reference.generate(*row, seed, capacity) for seed, row in rows]
 
 
-def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
-    """100 random requests, many of them short, and what the reference makes of them."""
+def make_hundred_requests(model: CausalLM) -> tuple[list[Sequence], Any]:
+    """100 random requests, many of them short, and the answers of the reference."""
     generator = random.Random(5)
     cases = [
         (random_prompt(generator, generator.choice([3, 20])), random_params(generator), seed)
@@ -135,8 +136,8 @@ def hundred(model: CausalLM) -> tuple[list[Sequence], Any]:
 def test_a_hundred_random_requests_give_the_tokens_of_the_reference(
     flush_every: int, double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests, wanted = hundred(model)
-    rows = count_rows(monkeypatch)
+    requests, wanted = make_hundred_requests(model)
+    rows = record_prefill_rows(monkeypatch)
     tokens, reasons, _ = run(
         model, requests, 8, flush_every=flush_every, double_buffering=double_buffering, chunk=17
     )
@@ -158,7 +159,7 @@ def test_tokens_come_a_window_at_a_time(
         plain(self, rows, wait=wait)
 
     monkeypatch.setattr(Slots, "decode", decode)
-    requests = [make_sequence(model, [5, 6, 7], free(12), 0, CAPACITY)]
+    requests = [make_sequence(model, [5, 6, 7], free_params(12), 0, CAPACITY)]
     _, _, delivered = run(model, requests, 1, flush_every=4, double_buffering=double_buffering)
     assert delivered == [(1, RUNNING), (4, RUNNING), (4, RUNNING), (3, 2)]
     assert waits == [
@@ -174,8 +175,8 @@ def test_tokens_come_a_window_at_a_time(
 def test_no_step_runs_after_the_longest_row_must_have_ended(
     double_buffering: bool, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = rows_of_steps(monkeypatch)
-    requests = [make_sequence(model, [5], free(n), n, CAPACITY) for n in (9, 4, 14)]
+    calls = record_step_rows(monkeypatch)
+    requests = [make_sequence(model, [5], free_params(n), n, CAPACITY) for n in (9, 4, 14)]
     run(
         model,
         requests,
@@ -191,34 +192,37 @@ def test_no_step_runs_after_the_longest_row_must_have_ended(
 def test_a_step_is_over_the_rows_that_run(
     double_buffering: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second request ends first, then the first one; what comes next takes the slot beside the one that runs."""
-    asked = rows_of_steps(monkeypatch)
+    """The second request ends first, then the first. The next request takes the slot beside the one that
+    runs."""
+    asked = record_step_rows(monkeypatch)
     lengths = (5, 3, 14, 6)
-    requests = [make_sequence(model, [5 + n], free(n), n, CAPACITY) for n in lengths]
+    requests = [make_sequence(model, [5 + n], free_params(n), n, CAPACITY) for n in lengths]
     tokens, _, _ = run(model, requests, 3, double_buffering=double_buffering, interleave=False)
-    assert tokens == [fake_reference.generate([5 + n], free(n), n, CAPACITY)[0] for n in lengths]
+    assert tokens == [
+        fake_reference.generate([5 + n], free_params(n), n, CAPACITY)[0] for n in lengths
+    ]
     assert asked[:2] == [range(3)] * 2
     assert set(asked[2:]) == {range(3), range(1, 3), range(2, 3)}
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
 @pytest.mark.parametrize("features", [{}, {"logprobs": True, "logit_bias": True}])
-def test_rows_that_are_left_alone_come_together(
+def test_the_rows_that_remain_are_moved_together(
     features: dict[str, Any],
     double_buffering: bool,
     fake_model: Callable[..., CausalLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps are over few rows soon after those in the middle have ended, and nothing else changes."""
-    asked, model = rows_of_steps(monkeypatch), fake_model(**features)
+    """Steps are over few rows soon after the rows in the middle have ended, and no token changes."""
+    asked, model = record_step_rows(monkeypatch), fake_model(**features)
     lengths = (50, 3, 4, 40, 5, 3, 6, 45)
-    prompts, params = [[5 + n, 9] for n in range(8)], [free(most) for most in lengths]
+    prompts, params = [[5 + n, 9] for n in range(8)], [free_params(most) for most in lengths]
     requests = [make_sequence(model, prompts[n], params[n], n, CAPACITY) for n in range(8)]
     tokens, _, _ = run(model, requests, 8, double_buffering=double_buffering, interleave=False)
-    assert tokens == [row for row, _ in references(prompts, params)]
+    assert tokens == [row for row, _ in reference_answers(prompts, params)]
     assert asked[0] == range(8)
     assert {len(rows) for rows in asked[20:]} <= {1, 2, 3}
-    alone = make_sequence(model, [7, 9], free(4), 2, CAPACITY)
+    alone = make_sequence(model, [7, 9], free_params(4), 2, CAPACITY)
     run(model, [alone], 8, double_buffering=double_buffering)
     assert (
         len(alone.progress.outputs) == len(requests[2].progress.outputs) == (4 if features else 0)
@@ -228,11 +232,11 @@ def test_rows_that_are_left_alone_come_together(
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
-def test_what_was_moved_out_of_the_way_is_gone_on_from(
+def test_prompts_continue_from_tokens_that_were_moved_to_another_slot(
     double_buffering: bool, model: CausalLM
 ) -> None:
-    """Three conversations take turns in the slot beside the one that runs all the time."""
-    generator, short, long = random.Random(2), free(2), free(60)
+    """Three conversations take turns in the slot beside a row that runs all the time."""
+    generator, short, long = random.Random(2), free_params(2), free_params(60)
     texts = [[generator.randrange(3, 290) for _ in range(CAPACITY)] for _ in range(3)]
     sessions = with_step_rows(model.sessions, step=RowCounts(1))
     moved: list[bool] = []
@@ -274,7 +278,8 @@ def test_what_was_moved_out_of_the_way_is_gone_on_from(
 def test_the_copy_of_one_step_overlaps_the_run_of_the_next(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read waits for the next step to begin, and that step for the read to end: without overlap, both hang."""
+    """A read waits for the next step to begin, and that step waits for the read to end. Without overlap,
+    both would hang."""
     begun, read = threading.Semaphore(0), threading.Semaphore(0)
     plain_decode, plain_read, overlapped = Slots.decode, Slots.read, []
 
@@ -294,9 +299,9 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(
     monkeypatch.setattr(Slots, "decode", decode)
     monkeypatch.setattr(Slots, "read", copy)
     tokens, _, _ = run(
-        model, [make_sequence(model, [5, 6], free(9), 3, CAPACITY)], 1, double_buffering=True
+        model, [make_sequence(model, [5, 6], free_params(9), 3, CAPACITY)], 1, double_buffering=True
     )
-    assert tokens[0] == fake_reference.generate([5, 6], free(9), 3, CAPACITY)[0]
+    assert tokens[0] == fake_reference.generate([5, 6], free_params(9), 3, CAPACITY)[0]
     assert overlapped == [*range(8)]
 
 
@@ -305,7 +310,7 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(
 def test_a_copy_that_is_slower_than_the_next_step(
     chunk: int | None, flush_every: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is copied is not written to: the step after the next one waits."""
+    """The memory that is copied is not written: the step after the next waits."""
     plain = Slots.read
 
     def copy(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
@@ -313,12 +318,15 @@ def test_a_copy_that_is_slower_than_the_next_step(
         return plain(self, step, newest)
 
     monkeypatch.setattr(Slots, "read", copy)
-    params, prompts = [free(16), free(9), free(13)], [[5, 6], [7, 8, 9, 10, 11], [12]]
+    params, prompts = (
+        [free_params(16), free_params(9), free_params(13)],
+        [[5, 6], [7, 8, 9, 10, 11], [12]],
+    )
     requests = [make_sequence(model, prompts[n], params[n], n, CAPACITY) for n in range(3)]
     tokens, _, _ = run(
         model, requests, 2, double_buffering=True, flush_every=flush_every, chunk=chunk
     )
-    assert tokens == [row for row, _ in references(prompts, params)]
+    assert tokens == [row for row, _ in reference_answers(prompts, params)]
 
 
 @pytest.mark.parametrize("double_buffering", [False, True])
@@ -326,7 +334,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
     """Out of the queue, out of its prompt, and while its next tokens are on the way."""
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14, 15], [16, 17, 18], [19, 20, 21, 22]]
     stays, prefilling, running, queued, last = [
-        make_sequence(model, prompt, free(20), seed, CAPACITY)
+        make_sequence(model, prompt, free_params(20), seed, CAPACITY)
         for seed, prompt in enumerate(prompts)
     ]
     seen: list[Sequence] = []
@@ -346,7 +354,7 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
             loop.add(request)
         while loop.busy:
             loop.step()
-    wanted = [row for row, _ in references(prompts, [free(20)] * 5)]
+    wanted = [row for row, _ in reference_answers(prompts, [free_params(20)] * 5)]
     assert (stays.progress.sampled, last.progress.sampled) == (wanted[0], wanted[4])
     assert running.progress.sampled == wanted[2][: len(running.progress.sampled)]
     assert 3 <= len(running.progress.sampled) < 20
@@ -358,8 +366,8 @@ def test_a_request_that_leaves_in_the_middle(double_buffering: bool, model: Caus
 def test_nothing_is_kept_of_the_last_request_that_leaves(
     double_buffering: bool, model: CausalLM
 ) -> None:
-    """Its tokens are on the way, and no job comes after which they would be read."""
-    request = make_sequence(model, [5, 6, 7], free(20), 0, CAPACITY)
+    """Its tokens were sampled, but no later job reads them."""
+    request = make_sequence(model, [5, 6, 7], free_params(20), 0, CAPACITY)
     slots = Slots(model.sessions, 1, CAPACITY)
     scheduler = Scheduler(1, SchedulerConfig.of(model.sessions, flush_every=2))
     with DecodeLoop(slots, scheduler, lambda _: None, double_buffering=double_buffering) as loop:
@@ -371,11 +379,11 @@ def test_nothing_is_kept_of_the_last_request_that_leaves(
         assert request not in [unread.sequence for unread in loop._unread_tokens]
 
 
-def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
+def test_a_row_with_invalid_logits_changes_no_other_row(model: CausalLM) -> None:
     prompts = [[5, 6], [7, POISON, 8, 9], [10, 11], [12]]
     for flush_every in (1, 4):
         requests = [
-            make_sequence(model, prompt, free(10), seed, CAPACITY)
+            make_sequence(model, prompt, free_params(10), seed, CAPACITY)
             for seed, prompt in enumerate(prompts)
         ]
         tokens, reasons, _ = run(
@@ -385,15 +393,16 @@ def test_a_row_with_invalid_logits_harms_no_other(model: CausalLM) -> None:
         assert tokens[1] == []
         for seed in (0, 2, 3):
             assert (
-                tokens[seed] == fake_reference.generate(prompts[seed], free(10), seed, CAPACITY)[0]
+                tokens[seed]
+                == fake_reference.generate(prompts[seed], free_params(10), seed, CAPACITY)[0]
             )
 
 
 @pytest.mark.parametrize(("status", "reused"), [(INVALID_LOGITS, 0), (STOPPED, 8)])
-def test_an_invalid_rows_keys_and_values_are_not_reused(
+def test_keys_and_values_of_an_invalid_row_are_not_reused(
     status: int, reused: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever made its logits invalid after some tokens may lie in them."""
+    """They may hold the numbers that made its logits invalid after some tokens."""
     plain, reads = Slots.read, itertools.count(1)
 
     def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
@@ -439,10 +448,10 @@ def test_generate_reads_prompts_of_one_length_in_one_run(
     prompts = [[generator.randrange(3, 290) for _ in range(n)] for n in (3, 3, 4, 30, 4, 4, 1, 1)]
     params = [random_params(generator, 30) for _ in prompts]
     model = fake_model(sampler=sampler)
-    rows = count_rows(monkeypatch)
+    rows = record_prefill_rows(monkeypatch)
     output = model.generate(prompts, params, seed=0)
     assert rows == [2, 1, *[1] * 8, 2, 2]
-    wanted = references(prompts, params, MAX_POSITIONS)
+    wanted = reference_answers(prompts, params, MAX_POSITIONS)
     assert list(zip(output.token_ids, output.finish_reasons, strict=True)) == wanted
     rows.clear()
     assert (
@@ -476,13 +485,13 @@ def test_the_memory_of_a_batch_is_free_when_generate_returns(
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_generate_with_every_way_to_read(
+def test_generate_with_all_reading_options(
     sampler: bool, fake_model: Callable[..., CausalLM]
 ) -> None:
     generator = random.Random(8)
     prompts = [random_prompt(generator) for _ in range(6)]
     params = [random_params(generator, 30) for _ in prompts]
-    wanted = references(prompts, params, MAX_POSITIONS)
+    wanted = reference_answers(prompts, params, MAX_POSITIONS)
     for flush_every in (None, 1, 4, 16):
         for double_buffering in (True, False):
             output = fake_model(sampler=sampler).generate(
@@ -502,11 +511,11 @@ def test_a_streamer_gets_every_token_at_any_depth(model: CausalLM) -> None:
         def end(self) -> None:
             self.values.append([])
 
-    wanted = fake_reference.generate([5, 6, 7], free(11), 2, MAX_POSITIONS)[0]
+    wanted = fake_reference.generate([5, 6, 7], free_params(11), 2, MAX_POSITIONS)[0]
     for flush_every, double_buffering in itertools.product((1, 4), (True, False)):
         recorder = Recorder()
         options: dict[str, Any] = {"flush_every": flush_every, "double_buffering": double_buffering}
-        model.generate([5, 6, 7], free(11), seed=2, streamer=recorder, **options)
+        model.generate([5, 6, 7], free_params(11), seed=2, streamer=recorder, **options)
         assert recorder.values == [[5, 6, 7], *([token] for token in wanted), []]
 
 
@@ -537,8 +546,8 @@ OUTPUTS = {"logprobs": True, "top_logprobs": 3, "probs": True}
 def test_optional_outputs_wait_for_a_later_read(
     fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that join between the steps, end in the middle of a window and want different outputs: those of a read after
-    each step, bit for bit. A few rows are taken out on their way."""
+    """Rows join between the steps, end in the middle of a window and want different outputs. They get the
+    outputs of a read after each step, bit for bit. A few rows are taken out before their end."""
     model = fake_model(**OUTPUTS)
     generator = random.Random(12)
     cases = [(random_prompt(generator), random_params(generator), seed) for seed in range(24)]
@@ -579,7 +588,7 @@ def test_optional_outputs_wait_for_a_later_read(
 
     plain = outputs(1, False)
     for flush_every, double_buffering in itertools.product((4, 7), (False, True)):
-        read = reads_of_outputs(monkeypatch)
+        read = record_output_reads(monkeypatch)
         late = outputs(flush_every, double_buffering)
         assert max(steps for _, steps, _ in read) == flush_every
         for one, other, case in zip(plain, late, cases, strict=True):
@@ -601,14 +610,15 @@ OUTPUT_NAMES = ("logprobs", "top_logprob_ids", "top_logprobs", "probs")
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_function_has_only_the_tokens_read_each_step(
+def test_a_guided_row_reads_only_the_tokens_after_each_step(
     looks: bool, fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the guided row runs, a step is read at once, but its outputs after four steps, unless the function looks at
-    them; then steps are read by four again. A row leaves while its outputs wait."""
+    """While the guided row runs, a step is read at once, but its outputs only after four steps, unless the
+    function looks at them. After it, four steps are read at a time. A row leaves while its outputs
+    wait."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
     guided, other = (
-        make_sequence(model, [5 + row], free(most), row, CAPACITY, guided=row == 0)
+        make_sequence(model, [5 + row], free_params(most), row, CAPACITY, guided=row == 0)
         for row, most in enumerate((10, 26))
     )
     seen: list[Step] = []
@@ -622,16 +632,16 @@ def test_a_function_has_only_the_tokens_read_each_step(
                 loop.leave(gone)
 
     alone = [
-        make_sequence(model, [5 + row], free(most), row, CAPACITY)
+        make_sequence(model, [5 + row], free_params(most), row, CAPACITY)
         for row, most in enumerate((10, 26))
     ]
     run(model, alone)
-    read, tokens_read = reads_of_outputs(monkeypatch), []
+    read, tokens_read = record_output_reads(monkeypatch), []
     plain = Slots.read
     monkeypatch.setattr(
         Slots, "read", lambda *given: tokens_read.append(len(read)) or plain(*given)
     )
-    gone = make_sequence(model, [7], free(20), 2, CAPACITY)
+    gone = make_sequence(model, [7], free_params(20), 2, CAPACITY)
     guide = Guide(follow, [guided], np.full((1, 10), -1, np.int32), 0)
 
     def deliver(sequence: Sequence) -> None:
@@ -664,13 +674,13 @@ def test_a_function_has_only_the_tokens_read_each_step(
 
 
 @pytest.mark.parametrize("double_buffering", [True, False])
-def test_outputs_that_wait_when_the_guided_row_leaves(
+def test_outputs_that_wait_are_read_after_the_guided_row_has_left(
     double_buffering: bool, fake_model: Callable[..., CausalLM]
 ) -> None:
-    """The windows after it may write all places."""
+    """The windows after it may overwrite all outputs that wait."""
     model = fake_model(allowed_tokens=True, **OUTPUTS)
     guided, other, alone = (
-        make_sequence(model, [5 + row], free(20), row, CAPACITY, guided=row == 0)
+        make_sequence(model, [5 + row], free_params(20), row, CAPACITY, guided=row == 0)
         for row in (0, 1, 1)
     )
     run(model, [alone])
@@ -692,20 +702,20 @@ def test_outputs_that_wait_when_the_guided_row_leaves(
         assert all(mine[name].tobytes() == its[name].tobytes() for name in OUTPUT_NAMES)
 
 
-def test_outputs_that_nobody_wants_are_not_read(
+def test_outputs_that_are_not_requested_are_not_read(
     fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, read = fake_model(**OUTPUTS), reads_of_outputs(monkeypatch)
-    output = model.generate([[5, 6], [7]], free(9), outputs=())
+    model, read = fake_model(**OUTPUTS), record_output_reads(monkeypatch)
+    output = model.generate([[5, 6], [7]], free_params(9), outputs=())
     assert (read, output.logprobs, output.probs) == ([], None, None)
-    output = model.generate([[5, 6], [7]], free(9), outputs=["logprobs"])
+    output = model.generate([[5, 6], [7]], free_params(9), outputs=["logprobs"])
     assert {name for name, _, _ in read} == {"logprobs"}
     assert output.probs is None
     assert output.logprobs is not None
     assert output.logprobs.shape == (2, 9)
     with Engine(model) as engine:
         both = [
-            engine.add_request([5], free(9), seed=1, outputs=names).result(60)
+            engine.add_request([5], free_params(9), seed=1, outputs=names).result(60)
             for names in (["probs"], None)
         ]
     assert [sorted(one.outputs) for one in both] == [["probs"], sorted(OUTPUT_NAMES)]
@@ -718,13 +728,13 @@ def test_outputs_that_nobody_wants_are_not_read(
 
 
 @pytest.mark.parametrize(("late", "flush_every"), [(True, 1), (False, 1), (True, 4)])
-def test_optional_outputs_are_those_of_their_own_step(
+def test_optional_outputs_belong_to_their_step(
     late: bool,
     flush_every: int,
     fake_model: Callable[..., CausalLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copied after the next step has written its own (late), or before it has begun; against the model in NumPy."""
+    """They are copied after the next step has written its outputs (late), or before it has begun."""
     model = fake_model(logprobs=True, top_logprobs=3, probs=True)
     copied, overlapped = threading.Semaphore(0), []
     plain_decode, plain_read, plain_outputs = Slots.decode, Slots.read, Slots.read_outputs
@@ -750,7 +760,7 @@ def test_optional_outputs_are_those_of_their_own_step(
     monkeypatch.setattr(Slots, "read", read)
     monkeypatch.setattr(Slots, "read_outputs", read_outputs)
     prompts = [[5, 6, 7], [9, 10, 11]]
-    output = model.generate(prompts, free(7), seed=1, flush_every=flush_every)
+    output = model.generate(prompts, free_params(7), seed=1, flush_every=flush_every)
     assert overlapped == ([0, 4] if flush_every == 4 else [*range(6)])
     assert output.logprobs is not None
     assert output.top_logprobs is not None

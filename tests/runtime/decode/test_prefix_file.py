@@ -1,4 +1,5 @@
-"""Prefixes on disk: readable by the safetensors library, refused if they are damaged or another package's."""
+"""Prefixes on disk: the safetensors library reads them, and damaged files and files of other packages
+are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def saved(original: Saved, tmp_path: Path) -> Saved:
     return Saved(original.model, Path(shutil.copy(original.path, tmp_path)))
 
 
-def test_the_file_is_what_the_library_reads(original: Saved) -> None:
+def test_the_safetensors_library_reads_the_file(original: Saved) -> None:
     prefix = original.open()
     with safe_open(original.path, "np") as file:
         assert sorted(file.keys()) == sorted(
@@ -78,7 +79,7 @@ def with_entry(data: bytes, number: int, **changes: object) -> bytes:
     return len(text).to_bytes(8, "little") + text + numbers
 
 
-def offsets(data: bytes, number: int) -> list[int]:
+def data_offsets(data: bytes, number: int) -> list[int]:
     header, _ = header_of(data)
     return list(header.values())[1 + number]["data_offsets"]  # type: ignore[return-value]
 
@@ -97,7 +98,7 @@ def with_tokens(data: bytes, tokens: np.ndarray) -> bytes:
     )
 
 
-DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "damaged, or not a prefix"),
     "another format": (lambda data: b"PK\3\4" * 100, "damaged, or not a prefix"),
     "cut off": (lambda data: data[:-1], "damaged, or not a prefix.*it is cut off"),
@@ -111,11 +112,11 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "Extra data",
     ),
     "a tensor over another": (
-        lambda data: with_entry(data, 2, data_offsets=offsets(data, 1)),
+        lambda data: with_entry(data, 2, data_offsets=data_offsets(data, 1)),
         "is not where it should be",
     ),
     "a tensor that ends before it begins": (
-        lambda data: with_entry(data, 1, data_offsets=[offsets(data, 1)[0], 0], shape=[0]),
+        lambda data: with_entry(data, 1, data_offsets=[data_offsets(data, 1)[0], 0], shape=[0]),
         "is not where it should be",
     ),
     "no tokens": (
@@ -170,15 +171,15 @@ def header_token_changed(data: bytes) -> bytes:
     return data[: -len(numbers)] + bytes([numbers[0] ^ 1]) + numbers[1:]
 
 
-@pytest.mark.parametrize("case", DAMAGED)
+@pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_file_and_one_of_another_package_are_refused(saved: Saved, case: str) -> None:
-    change, message = DAMAGED[case]
+    change, message = DAMAGES[case]
     saved.path.write_bytes(change(saved.path.read_bytes()))
     with pytest.raises(PackageError, match=message):
         saved.open()
 
 
-def test_what_cannot_be_saved_leaves_nothing(
+def test_a_failed_save_leaves_no_file(
     original: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="64 are the least"):
@@ -196,7 +197,7 @@ def test_what_cannot_be_saved_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_dtype_is_the_library_s_and_aligned(tmp_path: Path) -> None:
+def test_every_dtype_is_aligned_and_read_by_the_safetensors_library(tmp_path: Path) -> None:
     states = {
         "float32": np.arange(6, dtype=np.float32).reshape(2, 3),
         "float16": np.arange(3, dtype=np.float16),
@@ -250,10 +251,10 @@ def test_a_prefix_is_on_the_disk_before_it_has_its_name(
 
     errors: list[int] = []
 
-    def fails(descriptor: int) -> None:
+    def fail_to_sync(descriptor: int) -> None:
         raise OSError(errors[-1], os.strerror(errors[-1]))
 
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", fail_to_sync)
     written = path.read_bytes()
     for number, message in (
         (errno.EIO, r"cannot write .*a: .*; choose another path"),

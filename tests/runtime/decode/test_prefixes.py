@@ -1,4 +1,4 @@
-"""Beginnings of prompts: their cuts, the tokens that two share, and the states that are saved, used and given away."""
+"""Beginnings of prompts: cuts, the tokens that two prompts share, and saved states."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: 
         (LATE_START, 511, LATE_START + 256),
     ],
 )
-def test_a_late_chunk_too(start: int, tokens: int, end: int) -> None:
+def test_a_late_chunk_is_whole_pieces_and_at_least_one(start: int, tokens: int, end: int) -> None:
     assert CPU.cut(TEXT, start, len(TEXT), tokens)[-1].stop == end
 
 
@@ -98,7 +98,7 @@ def test_shared_prefix(kept: list[int], prompt: list[int], shared: int) -> None:
         (6, 8, [range(6, 8)]),
     ],
 )
-def test_pieces(start: int, end: int, cut: list[range]) -> None:
+def test_cut(start: int, end: int, cut: list[range]) -> None:
     assert Pieces(4).cut(TEXT, start, end) == tuple(cut)
 
 
@@ -135,33 +135,33 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def anything(beginning: np.ndarray) -> bool:
+def is_useful(beginning: np.ndarray) -> bool:
     return True
 
 
-def test_the_one_used_longest_ago_is_given_away() -> None:
+def test_the_place_used_longest_ago_is_given_away() -> None:
     saved = SavedStates(2)
     first, second, third = tokens(1), tokens(1, 2), tokens(1, 2, 3)
-    assert [saved.add(one, anything) for one in (first, second)] == [0, 1]
-    assert saved.add(first, anything) is None  # it is there already, and used
-    assert saved.add(third, anything) == 1
+    assert [saved.add(one, is_useful) for one in (first, second)] == [0, 1]
+    assert saved.add(first, is_useful) is None  # it is there already, and used
+    assert saved.add(third, is_useful) == 1
     assert [saved.use(one) for one in (first, second, third)] == [0, None, 1]
     assert (
         saved.add(second, lambda one: len(one) != 3) == 1
     )  # of no use to anybody, though used last
     assert [saved.longest(tokens(1, 2, 3, 4), most) for most in (0, 1, 2, 3)] == [0, 1, 2, 2]
     assert saved.longest(tokens(2, 1), 2) == 0
-    assert SavedStates(0).add(first, anything) is None
+    assert SavedStates(0).add(first, is_useful) is None
 
 
-def test_what_is_saved_is_a_copy() -> None:
+def test_saved_beginnings_are_copies() -> None:
     saved, beginning = SavedStates(1), tokens(1, 2)
-    saved.add(beginning, anything)
+    saved.add(beginning, is_useful)
     beginning[0] = 9
     assert saved.use(tokens(1, 2)) == 0
 
 
-def images(generator: random.Random, length: int) -> np.ndarray:
+def prompt_with_images(generator: random.Random, length: int) -> np.ndarray:
     """Runs of text and of images, few of them different."""
     row: list[int] = []
     while len(row) < length:
@@ -172,8 +172,8 @@ def images(generator: random.Random, length: int) -> np.ndarray:
     return tokens(*row[:length])
 
 
-def ends(prompt: np.ndarray, size: int) -> set[int]:
-    """Where the pieces of a prompt end, one token after the other."""
+def allowed_ends(prompt: np.ndarray, size: int) -> set[int]:
+    """The ends of the pieces of a prompt, found token by token."""
     found = set()
     for end in range(0, len(prompt) + 1, size):
         while 0 < end < len(prompt) and prompt[end - 1] < 0 and prompt[end] < 0:
@@ -186,17 +186,17 @@ def test_pieces_hold_whole_runs_of_images() -> None:
     generator, pieces = random.Random(7), Pieces(4, whole_images=True)
     together = 0
     for _ in range(400):
-        prompt, held = (images(generator, generator.randrange(1, 30)) for _ in range(2))
+        prompt, held = (prompt_with_images(generator, generator.randrange(1, 30)) for _ in range(2))
         same = generator.randrange(len(prompt) + 1)
         held = np.concatenate([prompt[:same], held[: generator.randrange(len(held) + 1)]])
-        places, shared = ends(prompt, 4), shared_prefix(held, prompt)
+        places, shared = allowed_ends(prompt, 4), shared_prefix(held, prompt)
         for token in range(len(prompt) + 1):
             assert pieces.begin(prompt, token) == max(place for place in places if place <= token)
         cut = pieces.cut(prompt, 0, len(prompt))
         assert [token for piece in cut for token in piece] == [*range(len(prompt))]
         assert {piece.stop for piece in cut} == (places | {len(prompt)}) - {0}
         assert pieces.cut(prompt, 0, len(prompt), 1) == cut[:1]
-        both = {place for place in places & ends(held, 4) if place <= shared}
+        both = {place for place in places & allowed_ends(held, 4) if place <= shared}
         assert shared_pieces(held, prompt, pieces) == max(both)
         count, tail = (reusable_prefix(held, prompt, pieces, size) for size in (None, 2))
         assert count == max(place for place in both if place < len(prompt))

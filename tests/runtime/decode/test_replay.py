@@ -1,4 +1,4 @@
-"""Captured graphs: runs before the capture, and replays over the memory that was captured, change no token."""
+"""Captured graphs: neither runs before the capture nor replays change a token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.fake_package import MAX_POSITIONS
 from tests.helpers.requests import wait_for_token
 
 PROMPTS = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7, 8, 9, 10, 11], [77]]
-# A token that is counted twice changes the ones after it.
+# A token that is counted twice changes later tokens.
 PARAMS = SamplingParams(
     temperature=0.9, frequency_penalty=0.6, presence_penalty=0.3, max_new_tokens=30, eos_token_id=()
 )
@@ -80,7 +80,8 @@ def test_guided_rows_are_replayed_on_the_same_thread(fake_model: Callable[..., C
 
 
 def test_a_parameter_that_grows_while_others_run(model: CausalLM) -> None:
-    """More stop ids than any row had take another buffer, so the running rows' graphs are captured again."""
+    """More stop ids than any row had need another buffer, so the graphs are captured again while rows
+    run."""
     replaying, session = capturing(model)
     many = SamplingParams(
         temperature=0.9, frequency_penalty=0.6, max_new_tokens=20, eos_token_id=range(300, 309)

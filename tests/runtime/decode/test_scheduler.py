@@ -21,7 +21,7 @@ from qsample.runtime.sequence import Sequence, SequenceRequest
 
 
 class Scheduler(scheduler_module.Scheduler):
-    """Cuts anywhere, unless a test says otherwise."""
+    """A scheduler that cuts prompts anywhere, unless a test says otherwise."""
 
     def __init__(self, slots: int, *, piece_size: int = 1, **options: Any) -> None:
         super().__init__(slots, SchedulerConfig(Pieces(piece_size), **options))
@@ -31,7 +31,7 @@ def admit(scheduler: scheduler_module.Scheduler) -> list[Sequence]:
     return [admission.sequence for admission in scheduler.admit()]
 
 
-def chunk(sequence: Sequence, pieces: tuple[range, ...], *rest: Any) -> Read:
+def read_of(sequence: Sequence, pieces: tuple[range, ...], *rest: Any) -> Read:
     return Read((sequence,), pieces, *rest)
 
 
@@ -42,8 +42,8 @@ def request(prompt: list[int], most: int = 10, **options: Any) -> Sequence:
     return Sequence(SequenceRequest(ids, parameters, 0, **options))
 
 
-def admitted(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[Sequence]:
-    """Requests that all get slots."""
+def add_and_admit(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[Sequence]:
+    """Add requests that all get slots at once."""
     sequences = [request(prompt, **options) for prompt in prompts]
     for one in sequences:
         scheduler.add(one)
@@ -51,8 +51,8 @@ def admitted(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[
     return sequences
 
 
-def read(wanted: Sequence, *sampled: int) -> None:
-    """Pretend that the whole prompt was fed and the first token sampled, and that these tokens were read."""
+def pretend_read(wanted: Sequence, *sampled: int) -> None:
+    """Pretend that the whole prompt was read, and that these tokens were sampled and read."""
     wanted.placement.tokens_read, wanted.placement.tokens_issued, wanted.progress.sampled = (
         len(wanted.request.prompt),
         1,
@@ -60,11 +60,11 @@ def read(wanted: Sequence, *sampled: int) -> None:
     )
 
 
-def running(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
-    """Requests in slots that have sampled a token, and go on for long."""
-    sequences = admitted(scheduler, *prompts, most=1000)
+def add_running(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
+    """Add requests that get slots, have sampled a token, and run for long."""
+    sequences = add_and_admit(scheduler, *prompts, most=1000)
     for one in sequences:
-        read(one, 99)
+        pretend_read(one, 99)
     return sequences
 
 
@@ -86,20 +86,20 @@ def test_first_come_first_served() -> None:
 
 
 @pytest.mark.parametrize("reuse_sampled", [False, True])
-def test_a_prompt_goes_where_most_of_it_is_kept(reuse_sampled: bool) -> None:
+def test_a_prompt_gets_the_slot_that_keeps_most_of_it(reuse_sampled: bool) -> None:
     scheduler = Scheduler(3, reuse_sampled=reuse_sampled)
-    held = admitted(scheduler, [1, 2, 3, 4], [1, 2, 9], [7])
+    held = add_and_admit(scheduler, [1, 2, 3, 4], [1, 2, 9], [7])
     slots = [one.placement.slot for one in held]
     for one, new in zip(held, ([5, 6], [8], [3]), strict=True):
-        read(one, *new)
+        pretend_read(one, *new)
         scheduler.leave(one)
     for prompt, slot, reused in (
         # Token 5 was sampled; token 6, too, but it was never fed.
         ([1, 2, 3, 4, 5, 6, 7], slots[0], 5 if reuse_sampled else 4),
         ([1, 2, 9], slots[1], 2),  # never the whole prompt: its last token has to be fed
-        ([8, 8], slots[2], 0),  # nothing anywhere: the one that was left longest ago
+        ([8, 8], slots[2], 0),  # no slot has any of it: the slot left longest ago
     ):
-        (one,) = admitted(scheduler, prompt)
+        (one,) = add_and_admit(scheduler, prompt)
         assert (one.placement.slot, one.placement.tokens_reused, one.placement.tokens_read) == (
             slot,
             reused,
@@ -113,7 +113,7 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     def admit(prompt: list[int]) -> Admission:
         scheduler.add(request(prompt))
         (admission,) = scheduler.admit()
-        read(admission.sequence, 99)
+        pretend_read(admission.sequence, 99)
         return admission
 
     def held(one: Admission) -> tuple[int | None, int, int]:
@@ -123,18 +123,19 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
     assert [one.placement.slot for one in first] == list(range(6))
     for slot in (4, 0, 5, 1, 3):
         scheduler.leave(first[slot])
-    # Slot 2 runs. Beside it, slot 1 was left before slot 3; slots 4 and 0, which were left before, are further off.
+    # Slot 2 runs. Of the slots beside it, slot 1 was left before slot 3. Slots 4 and 0 were left before
+    # both, but are further off.
     second = admit([8])
     assert held(second) == (1, 1, 0)
-    # What slot 1 held goes to slot 4, which was left longest ago.
+    # The tokens of slot 1 go to slot 4, which was left longest ago.
     assert second.moved == KeptTokens(4, 9)
-    # What slot 5 holds is copied; it keeps it. Slot 0 was left longest ago now.
+    # The tokens of slot 5 are copied, and slot 5 keeps them. Slot 0 is now the slot left longest ago.
     third = admit([6] * 5 + [7])
     assert (held(third), third.moved) == ((0, 5, 5), None)
     fourth = admit([2] * 9)
     assert held(fourth) == (3, 4, 8)
     assert fourth.moved == KeptTokens(5, 9)
-    # Slot 4 holds nothing now that slot 3 lacks, so that it gives way next.
+    # Slot 3 now has all tokens of slot 4, so slot 4 gives way next.
     fifth = admit([4] * 9)
     assert (held(fifth), fifth.moved) == ((4, 5, 8), None)
     scheduler.leave(first[2])
@@ -142,7 +143,8 @@ def test_slots_in_use_are_close_together_where_a_step_may_be_over_some() -> None
 
 
 def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move | None]:
-    """Windows of one step, each sampling a token of every row that runs."""
+    """Run windows of one step, each of which samples a token of every row that runs. Returns their number,
+    and the move after them."""
     for count in range(most):
         if (move := scheduler.next_move()) is not None:
             return count, move
@@ -153,12 +155,12 @@ def steps_until_a_move(scheduler: Scheduler, most: int = 100) -> tuple[int, Move
 
 def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     scheduler = Scheduler(6, step_rows=RowCounts(1))
-    ones = running(scheduler, *([n] * size for n, size in enumerate((200, 9, 9, 9, 9, 64))))
+    ones = add_running(scheduler, *([n] * size for n, size in enumerate((200, 9, 9, 9, 9, 64))))
     assert steps_until_a_move(scheduler) == (100, None)  # slots 0 to 5 all run
     for slot in (1, 4, 3, 2):
         scheduler.leave(ones[slot])
-    # The last one has fewer tokens: 64 and those that were sampled; what slot 1 keeps is copied there and back. That
-    # saves four rows in each step; a token is copied in the 32nd part of one.
+    # The last row has fewer tokens: 64 and the sampled ones. The tokens that slot 1 keeps are copied there
+    # and back. The move saves four rows in each step, and copying a token takes 1/32 of a row.
     tokens = 64 + ones[5].placement.tokens_issued + 2 * 9
     count, move = steps_until_a_move(scheduler)
     assert count == pytest.approx(tokens / 32 / 4, abs=2)
@@ -166,7 +168,7 @@ def test_a_row_far_from_the_others_is_moved_once_it_has_cost_as_much() -> None:
     assert [one.placement.slot for one in (ones[0], ones[5])] == [0, 1]
     assert scheduler.next_move() is None
     assert steps_until_a_move(scheduler) == (100, None)
-    # What slot 1 kept is in slot 5, and gives way as early as it would have.
+    # The tokens that slot 1 kept are in slot 5, and give way as early as they would have in slot 1.
     again = request([1] * 9)
     scheduler.add(again)
     assert scheduler.admit()[0].copy == Copy(again, source=5, tokens=8)
@@ -196,7 +198,7 @@ def test_the_move_that_costs_least_for_what_it_saves(
     sizes: dict[int, int], move: Move, saved: int
 ) -> None:
     scheduler = Scheduler(8, step_rows=RowCounts(1))
-    for one in running(scheduler, *([n] * sizes.get(n, 9) for n in range(8))):
+    for one in add_running(scheduler, *([n] * sizes.get(n, 9) for n in range(8))):
         if one.placement.slot not in sizes:
             scheduler.leave(one)
     count, found = steps_until_a_move(scheduler, 1000)
@@ -207,7 +209,7 @@ def test_the_move_that_costs_least_for_what_it_saves(
 def test_rows_stay_where_a_step_is_over_all() -> None:
     for counts in (None, RowCounts(6)):
         scheduler = Scheduler(6, step_rows=counts)
-        for one in running(scheduler, *([n] * 9 for n in range(6))):
+        for one in add_running(scheduler, *([n] * 9 for n in range(6))):
             if one.placement.slot not in (0, 5):
                 scheduler.leave(one)
         assert steps_until_a_move(scheduler) == (100, None)
@@ -218,7 +220,8 @@ def test_rows_stay_where_a_step_is_over_all() -> None:
 def test_conversations_that_take_turns_are_not_forgotten(
     step_rows: RowCounts | None, running: int
 ) -> None:
-    """There are slots for all of them, and each turn goes on from the one before it, wherever steps are cheap."""
+    """There are slots for all of them, and each turn continues the turn before it, wherever steps are
+    cheap."""
     generator = random.Random(3)
     scheduler = Scheduler(10, step_rows=step_rows)
     turns: dict[int, list[int]] = {number: [number] for number in range(1, 9)}
@@ -233,16 +236,16 @@ def test_conversations_that_take_turns_are_not_forgotten(
         )
         before = len(turns[number])
         turns[number].append(number)
-        (one,) = admitted(scheduler, turns[number])
+        (one,) = add_and_admit(scheduler, turns[number])
         assert one.placement.tokens_reused == (before if before > 1 else 0)
-        read(one)
+        pretend_read(one)
         in_slots.append((number, one))
 
 
 def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
-    """Slots 2 and 4 are no further off than slot 3 itself would be; what they hold decides."""
+    """Slots 2 and 4 are no further off than slot 3 would be, so their tokens decide."""
     scheduler = Scheduler(5, step_rows=RowCounts(3))
-    for number, one in enumerate(running(scheduler, *([n] * 9 for n in range(1, 6)))):
+    for number, one in enumerate(add_running(scheduler, *([n] * 9 for n in range(1, 6)))):
         if number != 2:
             scheduler.leave(one)
     again = request([5] * 9)
@@ -251,7 +254,7 @@ def test_two_rows_are_as_cheap_as_one_where_a_step_has_two() -> None:
     assert again.placement.slot == 4
 
 
-def test_what_is_kept_of_a_request_that_left_early() -> None:
+def test_tokens_kept_of_a_request_that_left_early() -> None:
     for consumed, issued, keep, kept in (
         (2, 0, True, 2),
         (4, 1, True, 0),
@@ -271,7 +274,7 @@ def test_what_is_kept_of_a_request_that_left_early() -> None:
 
 def test_chunks_and_windows_take_turns() -> None:
     scheduler = Scheduler(3, flush_every=4, prefill_chunk_size=2)
-    first, second = admitted(scheduler, [1], [2, 3, 4, 5, 6])
+    first, second = add_and_admit(scheduler, [1], [2, 3, 4, 5, 6])
     seen = []
     for _ in range(7):
         job = scheduler.next_job()
@@ -329,8 +332,8 @@ def test_any_tails_are_joined_if_calls_are_ragged(
 
 def test_tails_behind_different_beginnings_are_read_together() -> None:
     scheduler = Scheduler(4, prefill_chunk_size=16, piece_size=8, join_prompts=True, ragged=True)
-    long, *others = admitted(scheduler, [5] * 19, [1, 2, 3], [*range(9)], [6])
-    assert scheduler.next_job() == chunk(long, (range(8), range(8, 16)))
+    long, *others = add_and_admit(scheduler, [5] * 19, [1, 2, 3], [*range(9)], [6])
+    assert scheduler.next_job() == read_of(long, (range(8), range(8, 16)))
     assert scheduler.next_job() == Read((long, others[0]), (range(16, 19), range(3)))
     assert [
         (one.placement.tokens_read, one.placement.tokens_issued) for one in (long, *others)
@@ -341,21 +344,21 @@ def test_tails_behind_different_beginnings_are_read_together() -> None:
         (0, 0),
     ]
     assert scheduler.next_job() == Window((long, others[0]), 1)
-    assert scheduler.next_job() == chunk(others[1], (range(8), range(8, 9)))
+    assert scheduler.next_job() == read_of(others[1], (range(8), range(8, 9)))
     scheduler.next_job()
-    assert scheduler.next_job() == chunk(others[2], (range(1),))
-    # The same of a beginning that a slot kept: what is copied anyway waits for its copy.
+    assert scheduler.next_job() == read_of(others[2], (range(1),))
+    # A prompt whose beginning can be copied waits for the copy.
     scheduler = Scheduler(3, piece_size=8, join_prompts=True, ragged=True, interleave=False)
-    first, same, other = admitted(scheduler, [*range(8), 7, 7], [*range(8), 8], [9])
-    assert scheduler.next_job() == chunk(first, (range(8), range(8, 10)))
+    first, same, other = add_and_admit(scheduler, [*range(8), 7, 7], [*range(8), 8], [9])
+    assert scheduler.next_job() == read_of(first, (range(8), range(8, 10)))
     assert scheduler.next_job() == Read((same, other), (range(8, 9), range(1)), (Copy(same, 0, 8),))
 
 
 def test_whole_prompts_are_read_together() -> None:
     scheduler = Scheduler(4, prefill_chunk_size=8, piece_size=8, join_prompts=True)
-    long, *short = admitted(scheduler, [5] * 9, [1, 2, 3], [3, 4, 5], [6])
-    assert scheduler.next_job() == chunk(long, (range(8),))
-    assert scheduler.next_job() == chunk(long, (range(8, 9),))
+    long, *short = add_and_admit(scheduler, [5] * 9, [1, 2, 3], [3, 4, 5], [6])
+    assert scheduler.next_job() == read_of(long, (range(8),))
+    assert scheduler.next_job() == read_of(long, (range(8, 9),))
     assert scheduler.next_job() == Window((long,), 1)
     assert scheduler.next_job() == Read((short[0], short[1]), (range(3), range(3)))
 
@@ -370,7 +373,7 @@ def test_chunks_are_whole_pieces() -> None:
         (12, [11]),
     ):
         scheduler = Scheduler(1, prefill_chunk_size=asked, piece_size=4)
-        (one,) = admitted(scheduler, [*range(11)])
+        (one,) = add_and_admit(scheduler, [*range(11)])
         seen = []
         while (start := one.placement.tokens_read) < 11:
             job = scheduler.next_job()
@@ -383,96 +386,96 @@ def test_chunks_are_whole_pieces() -> None:
         assert seen == ends, asked
 
 
-def test_what_another_slot_holds_is_copied() -> None:
+def test_the_beginning_in_another_slot_is_copied() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, join_prompts=True)
-    first, same, longer, other = admitted(
+    first, same, longer, other = add_and_admit(
         scheduler, [*range(11)], [*range(11)], [*range(9), 0, 0, 0], [*range(4)]
     )
-    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.request.prompt, 0, 11))
+    assert scheduler.next_job() == read_of(first, Pieces(4).cut(first.request.prompt, 0, 11))
     scheduler.next_job()
     # All but the last two tokens, because their last pieces end alike.
-    assert scheduler.next_job() == chunk(same, (range(9, 11),), (Copy(same, 0, 9),))
+    assert scheduler.next_job() == read_of(same, (range(9, 11),), (Copy(same, 0, 9),))
     scheduler.leave(first, keep=False)
     scheduler.next_job()
-    assert scheduler.next_job() == chunk(longer, (range(8, 12),), (Copy(longer, 1, 8),))
+    assert scheduler.next_job() == read_of(longer, (range(8, 12),), (Copy(longer, 1, 8),))
     for one in (same, longer):
         one.progress.sampled = [5, 6]
         scheduler.leave(one)
-    assert scheduler.next_job() == chunk(
+    assert scheduler.next_job() == read_of(
         other, (range(2, 4),), (Copy(other, 1, 2),)
     )  # from a slot that is free
 
 
 def test_a_prompt_that_is_being_read_is_copied_as_far_as_it_is() -> None:
     scheduler = Scheduler(2, piece_size=4, prefill_chunk_size=4)
-    first, second = admitted(scheduler, [*range(11)], [*range(11)])
-    assert scheduler.next_job() == chunk(first, (range(4),))
+    first, second = add_and_admit(scheduler, [*range(11)], [*range(11)])
+    assert scheduler.next_job() == read_of(first, (range(4),))
     scheduler.leave(first)
-    assert scheduler.next_job() == chunk(second, (range(4, 8),), (Copy(second, 0, 4),))
+    assert scheduler.next_job() == read_of(second, (range(4, 8),), (Copy(second, 0, 4),))
 
 
 def test_short_prompts_that_are_the_same_are_read_once() -> None:
     scheduler = Scheduler(3, piece_size=16, tail_size=2, join_prompts=True)
-    first, same, other = admitted(scheduler, [*range(9)], [*range(9)], [*range(1, 10)])
-    assert scheduler.next_job() == chunk(first, (range(9),))
+    first, same, other = add_and_admit(scheduler, [*range(9)], [*range(9)], [*range(1, 10)])
+    assert scheduler.next_job() == read_of(first, (range(9),))
     scheduler.next_job()
-    assert scheduler.next_job() == chunk(same, (range(7, 9),), (Copy(same, 0, 7),))
+    assert scheduler.next_job() == read_of(same, (range(7, 9),), (Copy(same, 0, 7),))
     scheduler.next_job()
-    assert scheduler.next_job() == chunk(other, (range(9),))
+    assert scheduler.next_job() == read_of(other, (range(9),))
     scheduler = Scheduler(2, piece_size=16, tail_size=2, join_prompts=True)
     assert scheduler.next_job() is None
     assert scheduler_module._RUN_COST_TOKENS == 4
-    short = admitted(
+    short = add_and_admit(
         scheduler, [*range(6)], [*range(6)]
     )  # a run of its own would cost more than it saves
     assert scheduler.next_job() == Read(tuple(short), (range(6), range(6)))
 
 
-def test_recurrent_states_are_copied_while_they_are_those_of_the_common_beginning() -> None:
+def test_recurrent_states_are_copied_at_the_end_of_the_common_beginning() -> None:
     scheduler = Scheduler(4, piece_size=4, tail_size=2, recurrent=True, interleave=False)
     prompts = [*range(14)], [*range(14)], [*range(9), 0], [7] * 9
-    first, same, shorter, other = admitted(scheduler, *prompts)
-    assert scheduler.next_job() == chunk(first, Pieces(4).cut(first.request.prompt, 0, 8))
-    assert scheduler.next_job() == chunk(first, (range(8, 12),), (Copy(shorter, 0, 8),))
-    assert scheduler.next_job() == chunk(first, (range(12, 14),), (Copy(same, 0, 12),))
-    assert scheduler.next_job() == chunk(same, (range(12, 14),))
-    assert scheduler.next_job() == chunk(shorter, (range(8, 10),))
-    assert scheduler.next_job() == chunk(other, Pieces(4).cut(other.request.prompt, 0, 9))
+    first, same, shorter, other = add_and_admit(scheduler, *prompts)
+    assert scheduler.next_job() == read_of(first, Pieces(4).cut(first.request.prompt, 0, 8))
+    assert scheduler.next_job() == read_of(first, (range(8, 12),), (Copy(shorter, 0, 8),))
+    assert scheduler.next_job() == read_of(first, (range(12, 14),), (Copy(same, 0, 12),))
+    assert scheduler.next_job() == read_of(same, (range(12, 14),))
+    assert scheduler.next_job() == read_of(shorter, (range(8, 10),))
+    assert scheduler.next_job() == read_of(other, Pieces(4).cut(other.request.prompt, 0, 9))
 
 
-def test_a_prompt_that_goes_on_from_a_kept_one_is_read_alone() -> None:
+def test_a_prompt_that_continues_kept_tokens_is_read_separately() -> None:
     scheduler = Scheduler(2, piece_size=2, join_prompts=True)
-    (first,) = admitted(scheduler, [1, 2, 3])
-    read(first, 4, 5)
+    (first,) = add_and_admit(scheduler, [1, 2, 3])
+    pretend_read(first, 4, 5)
     scheduler.leave(first)
-    goes_on, fresh = admitted(scheduler, [1, 2, 3], [7])
-    assert scheduler.next_job() == chunk(goes_on, (range(2, 3),))
+    goes_on, fresh = add_and_admit(scheduler, [1, 2, 3], [7])
+    assert scheduler.next_job() == read_of(goes_on, (range(2, 3),))
     scheduler.next_job()
-    assert scheduler.next_job() == chunk(fresh, (range(1),))
+    assert scheduler.next_job() == read_of(fresh, (range(1),))
 
 
-def test_every_prompt_first_without_interleaving() -> None:
+def test_every_prompt_is_read_first_without_interleaving() -> None:
     scheduler = Scheduler(2, prefill_chunk_size=1, interleave=False)
-    admitted(scheduler, [1, 2], [3])
+    add_and_admit(scheduler, [1, 2], [3])
     for kind in (Read, Read, Read, Window):
         assert isinstance(scheduler.next_job(), kind)
 
 
 def test_a_guided_request_makes_windows_of_one_step() -> None:
     scheduler = Scheduler(2, flush_every=8)
-    (free,), (guided,) = admitted(scheduler, [1]), admitted(scheduler, [2], guided=True)
-    read(free)
+    (free,), (guided,) = add_and_admit(scheduler, [1]), add_and_admit(scheduler, [2], guided=True)
+    pretend_read(free)
     guided.placement.tokens_read = 1
     assert scheduler.next_job() == Window((free,), 8)
-    read(guided)
+    pretend_read(guided)
     assert scheduler.next_job() == Window((free, guided), 1)
 
 
-def test_nothing_to_do() -> None:
+def test_no_job_is_left() -> None:
     scheduler = Scheduler(2)
     assert scheduler.next_job() is None
-    (one,) = admitted(scheduler, [1], most=1)
-    read(one)  # its only token is on the way
+    (one,) = add_and_admit(scheduler, [1], most=1)
+    pretend_read(one)  # its only token is on the way
     assert scheduler.next_job() is None
 
 
@@ -488,10 +491,10 @@ def test_a_stored_prefix_is_for_requests_of_its_adapter() -> None:
     assert [(one.stored, one.copy.tokens) for one in admissions] == [(base, 4), (stored[1], 8)]
 
 
-def test_recurrent_states_that_were_not_saved_are_not_gone_on_from() -> None:
+def test_recurrent_states_that_were_not_saved_are_not_reused() -> None:
     scheduler = Scheduler(1, recurrent=True)
-    (first,) = admitted(scheduler, [1, 2, 3])
-    read(first, 9)
+    (first,) = add_and_admit(scheduler, [1, 2, 3])
+    pretend_read(first, 9)
     scheduler.leave(first)
-    (second,) = admitted(scheduler, [1, 2, 3, 4])
+    (second,) = add_and_admit(scheduler, [1, 2, 3, 4])
     assert (second.placement.slot, second.placement.tokens_reused) == (0, 0)

@@ -1,4 +1,4 @@
-"""Slots: rows that start, are filled and stop on their own, over memory that is bound once."""
+"""Slots: rows that start, are filled and stop separately, over memory that is bound once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def begin(
     params: SamplingParams,
     **options: Any,
 ) -> None:
-    """Start a slot with its own number as the seed."""
+    """Start a slot with its number as the seed."""
     sequence = make_sequence(model, prompt, params, slot, slots.capacity)
     slots.begin(slot, sequence.request.prompt, slot, sequence.request.parameters, **options)
 
@@ -73,7 +73,7 @@ def expected(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
 def test_a_row_that_joins_between_the_steps_of_others(
     sampler: bool, fake_model: Callable[..., CausalLM]
 ) -> None:
-    """One row runs, a second is filled a token at a time between its steps, a third replaces the first."""
+    """One row runs. A second is read a token at a time between the steps. A third replaces the first."""
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 3, CAPACITY)
     prompts = [[5, 6, 7], [9, 200, 31, 4, 5, 6, 7], [77, 78]]
@@ -100,7 +100,7 @@ def test_a_row_that_joins_between_the_steps_of_others(
 
 @pytest.mark.parametrize("sampler", [True, False])
 def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
-    """Random rows run, next to each other or not, come and go; the others stand still, whatever they hold."""
+    """Random rows run, next to each other or not, and come and go. The other rows do not change."""
     generator = random.Random(7)
     model = fake_model(sampler=sampler)
     slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 5, CAPACITY)
@@ -146,7 +146,7 @@ def test_steps_over_some_rows(sampler: bool, fake_model: Callable[..., CausalLM]
     [
         (RowCounts(), range(2, 4), range(2, 4)),
         (RowCounts(2), range(3, 4), range(3, 5)),
-        (RowCounts(2), range(4, 5), range(4, 6)),  # a row that nobody gets
+        (RowCounts(2), range(4, 5), range(4, 6)),  # a row without a request
         (RowCounts(3), range(1, 3), range(1, 4)),
         (RowCounts(3), range(4), range(4)),
         (RowCounts(9), range(2, 3), range(6)),
@@ -174,7 +174,8 @@ def test_rows_of_a_step(
 
 @pytest.mark.parametrize("sampler", [True, False])
 def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
-    """Any row goes anywhere between any two steps, and what its new slot held is gone on from in its old one."""
+    """Any row is moved anywhere between any two steps. The tokens that its new slot held are continued in
+    its old slot."""
     generator = random.Random(9)
     model = fake_model(sampler=sampler, logit_bias=True)
     slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 5, CAPACITY)
@@ -223,10 +224,10 @@ def test_rows_that_are_moved(sampler: bool, fake_model: Callable[..., CausalLM])
     assert moves > 8
 
 
-def test_graphs_over_ever_other_rows_are_let_go(
+def test_graphs_of_rows_used_longest_ago_are_dropped(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of prompts, too; what is in use stays, however many others there are."""
+    """Graphs of prompts are dropped, too. Graphs in use stay, however many others there are."""
     monkeypatch.setattr(slots_module, "_MAX_BOUND_GRAPHS", 6)
     slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 9, CAPACITY)
     bound: list[range] = []
@@ -246,10 +247,10 @@ def test_graphs_over_ever_other_rows_are_let_go(
     assert new_tokens(slots, 0, [5, 6, 7]) == expected([5, 6, 7], FREE, 0)
 
 
-def test_columns_that_no_row_needs_any_more_are_given_up(
+def test_columns_that_no_row_needs_are_given_up(
     fake_model: Callable[..., CausalLM],
 ) -> None:
-    """A step reads all of them, for every row, whoever asked for them and however long ago."""
+    """A step reads all columns of every row, even if the row that needed them has left long ago."""
     model = fake_model(logit_bias=True)
     slots = Slots(model.sessions, 3, CAPACITY)
     generator = random.Random(3)
@@ -281,7 +282,7 @@ def test_columns_that_no_row_needs_any_more_are_given_up(
         assert new_tokens(slots, slot, prompt) == expected(prompt, params, slot)
 
 
-def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
+def test_columns_move_with_their_row(model: CausalLM) -> None:
     """Another row in its old slot does not take them away."""
     slots = Slots(with_step_rows(model.sessions, step=RowCounts(1)), 3, CAPACITY)
     free = expected([5, 6, 7], FREE, 2)
@@ -297,10 +298,9 @@ def test_columns_go_with_a_row_that_is_moved(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_prompts_that_are_read_in_one_run(
-    sampler: bool, fake_model: Callable[..., CausalLM]
-) -> None:
-    """Ragged prompts, in slots that hold longer rows and NaN, next to a row that runs and one that is half read."""
+def test_prompts_read_in_one_run(sampler: bool, fake_model: Callable[..., CausalLM]) -> None:
+    """Prompts of different lengths, in slots that hold longer rows and NaN, next to a row that runs and a
+    prompt that is half read."""
     generator = random.Random(2)
     model = fake_model(sampler=sampler)
     slots = Slots(model.sessions, 5, CAPACITY)
@@ -331,7 +331,7 @@ def test_prompts_that_are_read_in_one_run(
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_prompt_that_continues_what_the_cache_holds(
+def test_a_prompt_continues_the_tokens_in_the_cache(
     sampler: bool, fake_model: Callable[..., CausalLM]
 ) -> None:
     model = fake_model(sampler=sampler)
@@ -361,13 +361,14 @@ def test_a_prompt_that_continues_what_the_cache_holds(
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_row_goes_on_from_a_copy(
+def test_a_row_continues_from_a_copy(
     sampler: bool,
     on_device: bool,
     fake_model: Callable[..., CausalLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a row that runs, that is half read, or that ended; into a slot that holds NaN. Either goes its own way."""
+    """A row that runs, is half read, or has ended is copied to a slot that holds NaN. Both rows then
+    continue independently."""
     if on_device:
         monkeypatch.setattr(
             HostBuffer,
@@ -411,8 +412,9 @@ def test_one_token_at_the_end_of_the_capacity(model: CausalLM) -> None:
     assert (snapshot.tokens[1].tolist(), snapshot.lengths[1]) == ([5, 6, 7, 8, 9, *wanted], 5)
 
 
-def test_what_a_slot_held_before_does_not_matter(model: CausalLM) -> None:
-    """A slot that held NaN, other penalties, stop ids and a longer history gives a newcomer its own tokens."""
+def test_a_slot_forgets_its_last_row(model: CausalLM) -> None:
+    """A slot that held NaN, other penalties, stop ids and a longer history changes no token of the next
+    row."""
     generator = random.Random(1)
     slots = Slots(model.sessions, 2, CAPACITY)
     for _ in range(12):
@@ -439,7 +441,7 @@ def test_a_row_that_runs_keeps_its_stop_ids_and_biases_when_another_brings_more(
     rows = [
         SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=(free[stop],)),
         SamplingParams(temperature=0, max_new_tokens=8, eos_token_id=(), logit_bias={20: 1e4}),
-        # Its stop id is what it would sample all the time, and may not.
+        # Its stop id is the token that it would always sample, but must not.
         SamplingParams(
             temperature=0,
             min_new_tokens=6,

@@ -1,4 +1,5 @@
-"""Prompts that continue from files: the tokens of a fresh `generate`, whatever became of the files meanwhile."""
+"""Prompts that continue from files get the tokens of a fresh `generate`, whatever became of the files
+meanwhile."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ from tests.helpers.sessions import with_prompt_calls
 
 PIECE = 16
 CTX_LEN = 256
-SAMPLED = SamplingParams(temperature=1.0, max_new_tokens=6, eos_token_id=())
+SAMPLED_PARAMS = SamplingParams(temperature=1.0, max_new_tokens=6, eos_token_id=())
 
 
 @pytest.fixture(
     scope="module", params=["llama", "qwen3_5_text", pytest.param("mamba", marks=pytest.mark.slow)]
 )
 def model(request: pytest.FixtureRequest, exported: Callable[..., Path]) -> CausalLM:
-    """Attention, a hybrid, and recurrences alone; with short pieces, so that a short prompt has several."""
+    """Models with attention, with recurrences, and with both. Their pieces are short, so that a short
+    prompt has several."""
     return with_short_pieces(exported(request.param, logprobs=True))
 
 
@@ -55,16 +57,17 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 250), k=length)
 
 
-def ask(engine: Engine, model: CausalLM, tokens: list[int], seed: int = 0) -> int:
+def ask_and_count_read(engine: Engine, model: CausalLM, tokens: list[int], seed: int = 0) -> int:
     """The number of tokens that were not read; the answer is checked."""
-    output = engine.add_request(tokens, SAMPLED, seed=seed).result(120)
+    output = engine.add_request(tokens, SAMPLED_PARAMS, seed=seed).result(120)
     check(output, model, tokens, seed)
     return output.usage.cached_tokens
 
 
 def check(output: RequestOutput, model: CausalLM, tokens: list[int], seed: int) -> None:
-    """It is what a fresh batch gives, log-probabilities included: hardly a token shows what a recurrence forgot."""
-    fresh = model.generate([tokens], SAMPLED, seed=seed)
+    """Compare an output with a fresh batch, log-probabilities included: tokens hardly show what a
+    recurrence forgot."""
+    fresh = model.generate([tokens], SAMPLED_PARAMS, seed=seed)
     assert output.token_ids == fresh.token_ids[0]
     assert fresh.logprobs is not None
     np.testing.assert_array_equal(output.outputs["logprobs"].ravel(), fresh.logprobs[0].ravel())
@@ -74,7 +77,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def kept_in(folder: Path, model: CausalLM) -> list[tuple[int, int]]:
+def parts_in(folder: Path, model: CausalLM) -> list[tuple[int, int]]:
     """(start, end) of the parts, those used longest ago first."""
     signature = signature_of(model.package, model.sessions)
     opened = [PrefixFile.open(path, signature, model.interface) for path in files(folder)]
@@ -86,49 +89,51 @@ def test_prompts_continue_from_a_file(model: CausalLM, tmp_path: Path) -> None:
     assert model.save_prefix(rules, tmp_path / "rules") == 48
     with Engine(model, slots=3, prefixes=[tmp_path / "rules"]) as engine:
         requests = [
-            engine.add_request([*rules[:48], *prompt(seed, 9)], SAMPLED, seed=seed)
+            engine.add_request([*rules[:48], *prompt(seed, 9)], SAMPLED_PARAMS, seed=seed)
             for seed in range(4)
         ]
         for seed, request in enumerate(requests):
             output = request.result(120)
             check(output, model, [*rules[:48], *prompt(seed, 9)], seed)
             assert output.usage.cached_tokens == 48
-        assert ask(engine, model, prompt(2, 60)) == 0
-        # Of a prompt that leaves it earlier, attention's keys and values can be used; states are those of its end.
-        assert ask(engine, model, [*rules[:40], *prompt(3, 5)]) == (
+        assert ask_and_count_read(engine, model, prompt(2, 60)) == 0
+        # A prompt that leaves the prefix earlier can use the keys and values of attention, but the states
+        # follow the end of the prefix.
+        assert ask_and_count_read(engine, model, [*rules[:40], *prompt(3, 5)]) == (
             0 if model.interface.recurrent else 32
         )
         (tmp_path / "rules").unlink()
-        assert ask(engine, model, [*rules[:48], *prompt(9, 5)]) == 48, "it is open"
+        assert ask_and_count_read(engine, model, [*rules[:48], *prompt(9, 5)]) == 48, "it is open"
 
 
 def test_a_file_of_the_caller_may_be_written_to_and_cut_off(
     llama: CausalLM, tmp_path: Path
 ) -> None:
-    """Its numbers are in memory: a map of it would show every change, and end the process where it is cut off."""
+    """The numbers are in memory. A memory map of the file would show every change, and end the process
+    where the file is cut off."""
     rules, file = prompt(1, 53), tmp_path / "rules"
     assert llama.save_prefix(rules, file) == 48
     with Engine(llama, slots=1, prefixes=[file]) as engine:
         for seed, size in enumerate((file.stat().st_size, 4096)):
-            ask(engine, llama, prompt(20 + seed, 60))  # whose slot forgets the rules
+            ask_and_count_read(engine, llama, prompt(20 + seed, 60))  # whose slot forgets the rules
             file.write_bytes(b"\xff" * size)
-            assert ask(engine, llama, [*rules[:48], *prompt(30 + seed, 5)]) == 48
+            assert ask_and_count_read(engine, llama, [*rules[:48], *prompt(30 + seed, 5)]) == 48
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
 @pytest.mark.parametrize("damage", ["nested", "pipe", "swapped", "sparse"])
 def test_hostile_files_of_the_folder(llama: CausalLM, tmp_path: Path, damage: str) -> None:
-    """They are deleted, and nothing comes of them: no wait, no end of the engine, no other prefix's numbers."""
+    """They are deleted without harm: the engine neither waits nor ends, and uses no numbers of them."""
     turns, other = prompt(17, 60), prompt(18, 60)
     for one in (turns, other):
         with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-            ask(engine, llama, one)
+            ask_and_count_read(engine, llama, one)
     old, new = files(tmp_path)
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-        assert ask(engine, llama, turns) == 48, "it knows both"
+        assert ask_and_count_read(engine, llama, turns) == 48, "it knows both"
         if damage == "swapped":
             shutil.copy(old, new)
-            assert ask(engine, llama, other) == 0
+            assert ask_and_count_read(engine, llama, other) == 0
         else:
             hostile = old.with_name(old.name[:17] + "0" * 32 + ".safetensors")
             if damage == "pipe":
@@ -142,25 +147,25 @@ def test_hostile_files_of_the_folder(llama: CausalLM, tmp_path: Path, damage: st
                 )
                 hostile.write_bytes(len(header).to_bytes(8, "little") + header.encode())
                 os.truncate(hostile, 1 << 40)
-            assert ask(engine, llama, other) == 48
+            assert ask_and_count_read(engine, llama, other) == 48
             assert not hostile.exists()
 
 
-def test_a_conversation_goes_on_after_a_restart(model: CausalLM, tmp_path: Path) -> None:
+def test_a_conversation_continues_after_a_restart(model: CausalLM, tmp_path: Path) -> None:
     folder, turns = tmp_path / "kept" / "here", prompt(4, 120)
     cached, parts = [], []
     for end in (40, 41, 90, 120):
         with Engine(model, slots=2, prefix_cache_dir=folder) as engine:
-            cached.append(ask(engine, model, turns[:end], seed=end))
-        parts.append(sorted(kept_in(folder, model)))
+            cached.append(ask_and_count_read(engine, model, turns[:end], seed=end))
+        parts.append(sorted(parts_in(folder, model)))
     assert cached == [0, 32, 32, 80]
     assert parts == [[(0, 32)], [(0, 32)], [(0, 32), (32, 80)], [(0, 32), (32, 80), (80, 112)]]
     assert folder.stat().st_mode & 0o777 == 0o700
     with Engine(model, slots=2, prefix_cache_dir=folder) as engine:
         fork = [*turns[:80], *prompt(5, 30)]
-        assert ask(engine, model, fork) == 80
-        assert ask(engine, model, turns) == 112
-    assert sorted(kept_in(folder, model))[-2:] == [(80, 96), (80, 112)]
+        assert ask_and_count_read(engine, model, fork) == 80
+        assert ask_and_count_read(engine, model, turns) == 112
+    assert sorted(parts_in(folder, model))[-2:] == [(80, 96), (80, 112)]
 
 
 def test_another_engine_sees_a_prompt_once_its_request_ended(
@@ -171,11 +176,11 @@ def test_another_engine_sees_a_prompt_once_its_request_ended(
         Engine(llama, slots=1, prefix_cache_dir=tmp_path) as one,
         Engine(llama, prefix_cache_dir=tmp_path) as other,
     ):
-        ask(one, llama, turns)
+        ask_and_count_read(one, llama, turns)
         deadline = time.monotonic() + 30
         while not files(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert ask(other, llama, turns) == 48
+        assert ask_and_count_read(other, llama, turns) == 48
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
@@ -186,7 +191,7 @@ def test_a_damaged_part_is_read_again(
     turns = prompt(7, 90)
     for end in (40, 90):
         with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-            ask(engine, llama, turns[:end])
+            ask_and_count_read(engine, llama, turns[:end])
     (whole,) = (
         path
         for path in files(tmp_path)
@@ -202,37 +207,37 @@ def test_a_damaged_part_is_read_again(
         caplog.at_level(logging.WARNING),
         Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine,
     ):
-        read = ask(engine, llama, turns)
+        read = ask_and_count_read(engine, llama, turns)
     assert read == (32 if part == 1 and damage != "flipped" else 0)
     assert ("is not used" in caplog.text) == (damage != "missing")
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-        assert ask(engine, llama, turns) == 80, "it was kept anew"
+        assert ask_and_count_read(engine, llama, turns) == 80, "it was kept anew"
 
 
 def test_the_parts_used_longest_ago_make_room(llama: CausalLM, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-        ask(engine, llama, prompt(8, 40))
+        ask_and_count_read(engine, llama, prompt(8, 40))
     part = files(tmp_path)[0].stat().st_size
     long = prompt(9, 100)
     for end in (40, 70, 100):
         with Engine(
             llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=4 * part
         ) as engine:
-            ask(engine, llama, long[:end])
-    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (32, 64), (64, 96)], (
+            ask_and_count_read(engine, llama, long[:end])
+    assert sorted(parts_in(tmp_path, llama)) == [(0, 32), (32, 64), (64, 96)], (
         "the other conversation went"
     )
     with Engine(
         llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=2 * part + 5000
     ) as engine:
-        assert ask(engine, llama, long) == 96
-        ask(engine, llama, prompt(10, 40))
-    assert sorted(kept_in(tmp_path, llama)) == [(0, 32), (0, 32)], (
+        assert ask_and_count_read(engine, llama, long) == 96
+        ask_and_count_read(engine, llama, prompt(10, 40))
+    assert sorted(parts_in(tmp_path, llama)) == [(0, 32), (0, 32)], (
         "a conversation loses its latest parts first"
     )
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path, prefix_cache_bytes=100) as engine:
-        ask(engine, llama, prompt(11, 40))
+        ask_and_count_read(engine, llama, prompt(11, 40))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -244,12 +249,12 @@ def test_a_full_disk_costs_no_answer(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))  # type: ignore[attr-defined]
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
-        ask(engine, llama, prompt(12, 40))
+        ask_and_count_read(engine, llama, prompt(12, 40))
     assert "a prefix is not kept" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_fails_holds_up_nobody(
+def test_a_failing_writer_holds_up_no_request(
     llama: CausalLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +266,7 @@ def test_a_writer_that_fails_holds_up_nobody(
     monkeypatch.setattr("qsample.runtime.decode.stored_prefixes.write_prefix", fail)
     with Engine(llama, slots=1, prefix_cache_dir=tmp_path) as engine:
         for seed in range(40, 45):  # more than may wait for the disk
-            ask(engine, llama, prompt(seed, 40))
+            ask_and_count_read(engine, llama, prompt(seed, 40))
     assert "a prefix is not kept: no room" in caplog.text
 
 
@@ -279,7 +284,7 @@ def test_wrong_arguments(llama: CausalLM, tmp_path: Path) -> None:
 
 
 def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: Path) -> None:
-    """Random conversations that share beginnings, and a third party that deletes and damages files."""
+    """Random conversations share beginnings, while a third party deletes and damages files."""
     rng = random.Random(13)
     trunks = [prompt(seed, 100) for seed in (20, 21)]
     asked: list[list[int]] = [
@@ -301,7 +306,8 @@ def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: 
             Engine(model, prefix_cache_dir=tmp_path) as two,
         ):
             requests = [
-                rng.choice([one, two]).add_request(tokens, SAMPLED, seed=1) for tokens in asked
+                rng.choice([one, two]).add_request(tokens, SAMPLED_PARAMS, seed=1)
+                for tokens in asked
             ]
             outputs = [request.result(120) for request in requests]
     finally:
@@ -311,7 +317,7 @@ def test_two_engines_share_a_folder_that_loses_files(model: CausalLM, tmp_path: 
         check(output, model, tokens, 1)
 
 
-KILLED = """
+KILLED_SCRIPT = """
 import random, sys
 from qsample.runtime import Engine, load
 engine = Engine(load(sys.argv[1], ctx_len=256), slots=1, prefix_cache_dir=sys.argv[2])
@@ -326,7 +332,7 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
     model = load(llama_package, ctx_len=256)
     for delay in (0.05, 0.2, 0.5, 0.9):
         child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, llama_package, tmp_path],
+            [sys.executable, "-c", KILLED_SCRIPT, llama_package, tmp_path],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -336,7 +342,7 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        assert all(span == (0, 192) for span in kept_in(tmp_path, model))
+        assert all(span == (0, 192) for span in parts_in(tmp_path, model))
     with Engine(model, slots=1, prefix_cache_dir=tmp_path) as engine:
         tokens = random.Random(0).choices(range(3, 250), k=200)
         assert (
@@ -344,7 +350,9 @@ def test_a_killed_process_leaves_whole_files(llama_package: Path, tmp_path: Path
             == 192
         )
         engine.add_request(prompt(30, 200), max_new_tokens=1, seed=1).result(60)
-    assert not list(tmp_path.glob(".qsample-*")), "the next write removes what a killed one left"
+    assert not list(tmp_path.glob(".qsample-*")), (
+        "the next write removes the files of a killed write"
+    )
 
 
 @pytest.mark.ci
@@ -368,7 +376,8 @@ def test_chat_messages_give_the_beginning_of_all_conversations(
 
 
 class Writer:
-    """Prefixes of a folder without an engine. Their numbers are made up, and nothing is written while `held_up`."""
+    """The prefixes of a folder without an engine. The numbers are made up, and nothing is written while
+    `held_up`."""
 
     def __init__(
         self, model: CausalLM, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
@@ -406,7 +415,7 @@ class Writer:
         return sorted(len(one.tokens) for one in self.stored.held())
 
 
-def test_no_more_waits_for_the_disk_than_there_is_memory_for(
+def test_the_number_of_unwritten_prefixes_is_limited(
     llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Writer(llama, tmp_path, monkeypatch)
@@ -436,7 +445,7 @@ def test_no_more_waits_for_the_disk_than_there_is_memory_for(
     one.stored.close()
 
 
-def test_what_else_is_in_the_folder_stays(
+def test_unrelated_files_in_the_folder_stay(
     llama: CausalLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -467,7 +476,7 @@ def test_what_else_is_in_the_folder_stays(
     one.keep(tokens)
     one.stored.close()
     assert "a prefix is not kept: cannot write to" in caplog.text
-    assert not tmp_path.exists(), "it would be readable by others"
+    assert not tmp_path.exists(), "other users could read it"
     assert {record.name for record in caplog.records} == {"qsample.prefixes"}
 
 
@@ -506,7 +515,7 @@ def test_a_folder_may_be_exactly_full(
         one.stored.close()
 
 
-def test_prefixes_that_cannot_be_given(
+def test_prefixes_that_the_engine_refuses(
     llama: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Writer(llama, tmp_path / "kept", monkeypatch)
