@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qsample.checkpoints.gguf.file import KINDS
-from qsample.checkpoints.gguf.types import FLOATS, unpack
-from qsample.checkpoints.integers import IntegerWeight
+from qsample.addons.formats.gguf.file import KINDS
+from qsample.addons.formats.gguf.types import FLOATS, unpack
+from qsample.checkpoints.stored_matrices import IntegerWeight
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "formats.md"
 BLOCK = re.compile(r"(<!-- formats -->\n)(.*?)(<!-- end of formats -->)", re.DOTALL)

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from qsample.checkpoints.gguf.file import read_gguf  # noqa: E402
-from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of  # noqa: E402
+from qsample.addons.formats.gguf.file import read_gguf  # noqa: E402
+from qsample.addons.formats.gguf.tokenizer import stop_ids, tokenizer_of  # noqa: E402
 from tests.helpers import gguf_files  # noqa: E402
 from tests.helpers import gguf_vocabularies as vocabularies  # noqa: E402
 

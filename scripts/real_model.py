@@ -32,10 +32,10 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
-from qsample.checkpoints.gguf.file import GgufTensor, read_gguf
-from qsample.checkpoints.gguf.models import configuration, weights_of
-from qsample.checkpoints.gguf.types import read_rows
+from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
+from qsample.addons.formats.gguf.file import GgufTensor, read_gguf
+from qsample.addons.formats.gguf.models import configuration, weights_of
+from qsample.addons.formats.gguf.types import read_rows
 from qsample.contract.arrays import Array
 
 FOLDER: Final = Path("build/smollm2")

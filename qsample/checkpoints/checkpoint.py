@@ -42,7 +42,8 @@ from qsample.checkpoints.mapped_weights import (
     weight_files,
 )
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
-from qsample.checkpoints.packed import Format, packing_of, read_packed
+from qsample.checkpoints.methods import Format
+from qsample.checkpoints.packed import packing_of, read_packed
 from qsample.checkpoints.processor import load_processor
 from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names, read_quantized
 from qsample.checkpoints.source import (

@@ -1,61 +1,53 @@
-"""The safetensors files of a checkpoint with packed weights, and its configuration, enter; matrices and the other
-tensors leave. Neither the library that quantized the checkpoint nor a GPU is needed."""
+"""The safetensors files of a checkpoint with packed weights, and its configuration, enter; matrices
+and the other tensors leave. Neither the library that quantized the checkpoint nor a GPU is
+needed."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from qsample.checkpoints import bitsandbytes, compressed_tensors, gptq_awq, mlx
-from qsample.checkpoints.integers import StoredMatrix
-from qsample.checkpoints.mapped_weights import named_in_float32, open_weights, places
-from qsample.checkpoints.methods import ADVICE, AS_FLOAT, stated_quantization
-from qsample.checkpoints.small_floats import FloatMatrix
+from qsample.checkpoints.mapped_weights import Place, named_in_float32, open_weights, places
+from qsample.checkpoints.methods import (
+    ADVICE,
+    AS_FLOAT,
+    CONFIG_KEYS,
+    Format,
+    QuantizationMethod,
+    stated_quantization,
+)
+from qsample.checkpoints.stored_matrices import FloatMatrix, StoredMatrix
 from qsample.errors import QsampleError, UnsupportedModelError, listed
-
-_KEYS: Final = ("quantization_config", "compression_config", "quantization")  # of a configuration
-
-
-class Format(Protocol):
-    """How the weights of quantized layers are stored."""
-
-    @property
-    def mark(self) -> str:
-        """The end of the name of a tensor that every quantized layer has, and no other layer."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The ends of the names of all tensors of such weights."""
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The ends of the names of tensors that change no weight."""
-
-    def matrix(self, layer: str, parts: Mapping[str, Tensor]) -> StoredMatrix | FloatMatrix:
-        """The weight of a layer. Raises ValueError for a missing part, or parts that do not fit."""
+from qsample.extensions import CHECKPOINTS, load_extension
 
 
-class _Parts(dict[str, Tensor]):
+class _LayerParts(dict[str, Tensor]):
+    """The tensors of a layer by the ends of their names; a missing part raises the error of
+    `Format.matrix`."""
+
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(f"it has no {name}")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Attributes:
-    matrices: the quantized weights.
-    others: the rest of the tensors, by name.
-    biases: names of the quantized layers' biases, except zeros: some tools write these everywhere.
+    """The weights of a checkpoint whose linear layers are packed.
+
+    Attributes:
+        matrices: the quantized weights.
+        others: the other tensors, by name.
+        biases: the names of the quantized layers' biases, except zeros, which some tools write
+            everywhere.
     """
 
     matrices: list[StoredMatrix | FloatMatrix]
@@ -72,114 +64,141 @@ class PackedWeights:
 
 
 def packing_of(config: PretrainedConfig, model_id: str) -> Format | None:
-    """The format of the weights that `config` describes, whose quantization it loses; None for float weights, and if
-    transformers makes them float: `config` then asks for that. Raises UnsupportedModelError for a format that cannot
-    be read."""
-    given = {key: getattr(config, key) for key in _KEYS if getattr(config, key, None) is not None}
-    stated = stated_quantization({key: _plain(value) for key, value in given.items()}, model_id)
+    """The format of the packed weights that a configuration describes.
+
+    Args:
+        config: the configuration. It loses its quantization if the weights are packed, and asks for
+            float weights if transformers makes them.
+        model_id: the model's name, for messages.
+
+    Returns:
+        None for float weights, and for weights that transformers turns into float.
+
+    Raises:
+        UnsupportedModelError: for a format that cannot be read.
+    """
+    keys = [key for key in CONFIG_KEYS if getattr(config, key, None) is not None]
+    values = {key: _as_mapping(getattr(config, key)) for key in keys}
+    stated = stated_quantization(values, model_id)
     if stated is None:
         return None
-    method, options = stated
-    if method in AS_FLOAT:
-        if method == "fp8" and find_spec("accelerate") is None:
-            raise UnsupportedModelError(
-                f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
-                f"accelerate; `pip install accelerate`, or {ADVICE}"
-            )
-        warnings.warn(
-            f"{model_id}: its {method} weights become float32, in memory and in {AS_FLOAT[method]:g} times their "
-            "space; compile quantizes them with weights='int8'",
-            stacklevel=2,
-        )
-        config.quantization_config = {**options, "dequantize": True}
+    if stated.method in AS_FLOAT:
+        _check_float(stated.method, model_id)
+        config.quantization_config = {**stated.options, "dequantize": True}
         return None
-    for key in given:
-        delattr(config, key)  # transformers would ask for the library that made it
-    match method:
-        case "compressed-tensors":
-            return compressed_tensors.read_options(options, model_id)
-        case "mlx":
-            if any("vision" in part or "audio" in part for part in config.sub_configs):
-                raise UnsupportedModelError(
-                    f"{model_id} is a {config.model_type} in mlx's layout, which lacks parts of the model or turns "
-                    f"their axes; {ADVICE}"
-                )
-            return mlx.read_options(options, model_id)
-        case "bitsandbytes":
-            return bitsandbytes.Int8() if options.get("load_in_8bit") else bitsandbytes.Float4()
-    return gptq_awq.read_options(method, options, model_id)
+    for key in keys:
+        delattr(config, key)  # transformers would ask for the library that quantized the weights
+    method: QuantizationMethod = load_extension(CHECKPOINTS, stated.method)
+    return method.format_of(stated.options, config, model_id)
 
 
-def _plain(options: Any) -> Any:
+def _as_mapping(options: Any) -> Any:
+    """The options of a quantization as in config.json; transformers turns some of them into an
+    object."""
     return options.to_dict() if hasattr(options, "to_dict") else options
 
 
-def read_packed(files: list[Path], packing: Format) -> PackedWeights:
-    """The tensors of the safetensors `files`, mapped. Warns if weights become float. Raises QsampleError for parts of
-    layers that are missing or do not fit, UnsupportedModelError for parts of no layer."""
-    with ExitStack() as stack:
-        opened = {file: stack.enter_context(open_weights(file)) for file in files}
-        file_of = {name: file for file, tensors in opened.items() for name in tensors.keys()}  # noqa: SIM118
-        tensor = {name: partial(opened[file].get_tensor, name) for name, file in file_of.items()}
-        places_of = {name: place for file in files for name, place in places(file).items()}
-        layers = sorted(
-            name.removesuffix(f".{packing.mark}")
-            for name in file_of
-            if name.endswith(f".{packing.mark}")
+def _check_float(method: str, model_id: str) -> None:
+    """Warn of weights that transformers turns into float, with the memory that they need. Raises
+    UnsupportedModelError if transformers lacks a library for it."""
+    if method == "fp8" and find_spec("accelerate") is None:
+        raise UnsupportedModelError(
+            f"{model_id} is quantized with {method}, which transformers turns into float with the help of "
+            f"accelerate; `pip install accelerate`, or {ADVICE}"
         )
-        names_of = {layer: {part: f"{layer}.{part}" for part in packing.parts} for layer in layers}
-        _check_names(file_of, names_of, packing, files[0].parent)
-        matrices = []
-        for layer, names in names_of.items():
-            parts = _Parts(
-                {part: tensor.pop(name)() for part, name in names.items() if name in tensor}
-            )
-            try:
-                matrices.append(packing.matrix(layer, parts))
-            except ValueError as error:
-                raise QsampleError(
-                    f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
-                ) from error
+    warnings.warn(
+        f"{model_id}: its {method} weights become float32, in memory and in {AS_FLOAT[method]:g} times their "
+        "space; compile quantizes them with weights='int8'",
+        stacklevel=3,
+    )
+
+
+def read_packed(files: list[Path], packing: Format) -> PackedWeights:
+    """The tensors of safetensors files, mapped. Warns if quantized weights become float.
+
+    Args:
+        files: the files of the checkpoint, at least one.
+        packing: how the weights of quantized layers are stored.
+
+    Raises:
+        QsampleError: for parts of layers that are missing or do not fit.
+        UnsupportedModelError: for parts that belong to no layer.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        places_by_name: dict[str, Place] = {}
+        for file in files:
+            opened = stack.enter_context(open_weights(file))
+            tensors |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+            places_by_name |= places(file)
+        end_of_mark = f".{packing.mark}"
+        layers = sorted(
+            name.removesuffix(end_of_mark) for name in tensors if name.endswith(end_of_mark)
+        )
+        _check_names(tensors.keys(), layers, packing, files[0].parent)
+        matrices = [_take_matrix(tensors, layer, packing) for layer in layers]
         unread = tuple(f".{end}" for end in packing.unread)
         others = {
-            name: named_in_float32(name, read(), places_of[name])
-            for name, read in tensor.items()
+            name: named_in_float32(name, read(), places_by_name[name])
+            for name, read in tensors.items()
             if not name.endswith(unread)
         }
+    _warn_of_floats(matrices)
+    biases = [f"{layer}.bias" for layer in layers]
+    used_biases = frozenset(name for name in biases if name in others and others[name].any())
+    return PackedWeights(matrices, others, used_biases)
+
+
+def _take_matrix(
+    tensors: dict[str, Callable[[], Tensor]], layer: str, packing: Format
+) -> StoredMatrix | FloatMatrix:
+    """The weight of a layer, whose parts are removed from `tensors`."""
+    parts = _LayerParts()
+    for part in packing.parts:
+        read = tensors.pop(f"{layer}.{part}", None)
+        if read is not None:
+            parts[part] = read()
+    try:
+        return packing.matrix(layer, parts)
+    except ValueError as error:
+        raise QsampleError(
+            f"the quantized layer {layer} cannot be read: {error}; download the checkpoint again, or {ADVICE}"
+        ) from error
+
+
+def _warn_of_floats(matrices: list[StoredMatrix | FloatMatrix]) -> None:
     floats = [matrix for matrix in matrices if isinstance(matrix, FloatMatrix)]
-    if floats:
-        count = sum(matrix.shape[0] * matrix.shape[1] for matrix in floats)
-        warnings.warn(
-            f"{len(floats)} of {len(matrices)} quantized matrices hold floats of 4 or 8 bits, for which there are no "
-            f"kernels; they become float32, {count * 4 / 1e9:.3g} GB, and compile quantizes them with weights='int8'",
-            stacklevel=2,
-        )
-    biases = frozenset(
-        name
-        for name in (f"{layer}.bias" for layer in layers)
-        if name in others and others[name].any()
+    if not floats:
+        return
+    count = sum(matrix.shape[0] * matrix.shape[1] for matrix in floats)
+    warnings.warn(
+        f"{len(floats)} of {len(matrices)} quantized matrices hold floats of 4 or 8 bits, for which there are no "
+        f"kernels; they become float32, {count * 4 / 1e9:.3g} GB, and compile quantizes them with weights='int8'",
+        stacklevel=3,
     )
-    return PackedWeights(matrices, others, biases)
 
 
 def _check_names(
-    names: Collection[str], layers: Mapping[str, Mapping[str, str]], packing: Format, source: Path
+    names: Collection[str], layers: Collection[str], packing: Format, folder: Path
 ) -> None:
-    """Every part of quantized weights must be known: a scale that is never applied would go unnoticed."""
+    """Raise an error unless every part of quantized weights is known: a scale that is never applied
+    would go unnoticed."""
     if not layers:
         raise QsampleError(
-            f"{source} says that it is quantized, and holds no {packing.mark}; download the checkpoint again"
+            f"{folder} says that it is quantized, and holds no {packing.mark}; download the checkpoint again"
         )
-    if "weight" not in packing.parts and (
-        twice := [layer for layer in layers if f"{layer}.weight" in names]
-    ):
-        raise QsampleError(
-            f"{source} holds both a {packing.mark} and a weight for {listed(twice)}; download the checkpoint again"
-        )
-    known = {name for names in layers.values() for name in names.values()}
+    if "weight" not in packing.parts:
+        stored_twice = [layer for layer in layers if f"{layer}.weight" in names]
+        if stored_twice:
+            raise QsampleError(
+                f"{folder} holds both a {packing.mark} and a weight for {listed(stored_twice)}; download the "
+                "checkpoint again"
+            )
+    known = {f"{layer}.{part}" for layer in layers for part in packing.parts}
     ends = tuple(f".{part}" for part in packing.parts if part != "weight")
-    if strays := [name for name in names if name.endswith(ends) and name not in known]:
+    strays = [name for name in names if name.endswith(ends) and name not in known]
+    if strays:
         raise UnsupportedModelError(
-            f"{source} scales more than the weights of its linear layers ({listed(strays)}), which cannot be "
+            f"{folder} scales more than the weights of its linear layers ({listed(strays)}), which cannot be "
             f"exported; {ADVICE}"
         )

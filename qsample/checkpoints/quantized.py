@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qsample.checkpoints.block_store import BlockStore
-from qsample.checkpoints.integers import StoredMatrix
-from qsample.checkpoints.small_floats import FloatMatrix
+from qsample.checkpoints.stored_matrices import FloatMatrix, StoredMatrix
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError, listed
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers

@@ -1,5 +1,9 @@
-"""A matrix of small integers, the one form of every packed format: a reader makes it of what a checkpoint stores; float
-weights, or the blocks of MatMulNBits, leave."""
+"""The weight of a quantized layer as a checkpoint stores it: small integers with scales, or floats
+of a few bits.
+
+A reader of a format makes a `StoredMatrix` or a `FloatMatrix` of a layer's tensors. Both give float
+weights; only the integers also give the blocks that MatMulNBits reads.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,19 @@ from qsample.transforms.quantized_linear import QuantizedWeight
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
-_PART: Final = 1 << 24  # levels that are in memory at a time
-_ROWS: Final = 32  # rows of a part are a multiple: formats that pack along N have no word on both sides of a border
+_MAX_LEVELS_IN_MEMORY: Final = 1 << 24
+# Parts begin at multiples of this number of rows: a word of a format that packs along N then lies
+# in a single part.
+_ROWS_MULTIPLE: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerWeight:
-    """weight[n, k] = scales[n, g] * (levels[n, k] - zero_points[n, g]) + offsets[n, g], where g = groups[k].
+    """weight[n, k] = scales[n, g] * (levels[n, k] - zero_points[n, g]) + offsets[n, g], where g =
+    groups[k].
 
     Attributes:
-        bits: of a level, 1 to 8.
+        bits: the bits of a level, 1 to 8.
         levels: [N, K] uint8, below 2^bits.
         scales: [N, G] float32.
         zero_points: [N, G] uint8; None: 2^(bits - 1) each, or 0 each if there are offsets.
@@ -45,118 +52,142 @@ class IntegerWeight:
     groups: Indices | None = None
 
     def rows(self, index: slice | Indices) -> IntegerWeight:
-        """Some of the N rows, or all in another order."""
-        zero_points = None if self.zero_points is None else self.zero_points[index]
-        offsets = None if self.offsets is None else self.offsets[index]
-        levels, scales = self.levels[index], self.scales[index]
-        return replace(self, levels=levels, scales=scales, zero_points=zero_points, offsets=offsets)
+        """Some of the N rows, or all of them in another order."""
+        return replace(
+            self,
+            levels=self.levels[index],
+            scales=self.scales[index],
+            zero_points=None if self.zero_points is None else self.zero_points[index],
+            offsets=None if self.offsets is None else self.offsets[index],
+        )
 
     def floats(self) -> Floats:
-        """[N, K]: each operation is rounded to float32, zero points first, offsets last."""
+        """The weight, [N, K]. Each operation is rounded to float32: zero points are subtracted
+        first, offsets added last."""
         result: Floats = self.levels.astype(np.float32)
         size = self._group_size()
         by_group = result if size is None else result.reshape(len(result), -1, size)
 
-        def of_inputs(numbers: Array) -> Array:
+        def by_input(numbers: Array) -> Array:
+            """Numbers [N, G], each beside the inputs of its group in `by_group`."""
             return numbers[:, self.groups] if size is None else numbers[:, :, None]
 
         if self.zero_points is not None:
-            by_group -= of_inputs(self.zero_points)
+            by_group -= by_input(self.zero_points)
         elif self.offsets is None:
             by_group -= np.float32(self._middle)
-        by_group *= of_inputs(self.scales)
+        by_group *= by_input(self.scales)
         if self.offsets is not None:
-            by_group += of_inputs(self.offsets)
+            by_group += by_input(self.offsets)
         return result
 
     def blocks(self, dtype: torch.dtype) -> QuantizedWeight | None:
-        """The same integers as MatMulNBits reads them, scales and offsets in `dtype`; None if no block size fits the
-        groups. Inputs that are not in the order of their groups (GPTQ's act-order) are put in order, a group that is
-        larger than a block repeats its scale, and levels are stored in 4 or 8 bits. Without zero points, they fill
-        these from the highest bit down (over a scale in float32, which then becomes smaller exactly): their middle is
-        that of the stored bits, and offsets find a zero point nearby.
+        """The same integers in the layout that MatMulNBits reads; None if no block size fits the
+        groups.
 
-        With offsets, the zero point is the integer nearest to the number that stands for a weight of 0, so that
-        activations in 8 bits lose as little as with symmetric weights; the offset is the rest.
+        - Levels are stored in 4 or 8 bits. Levels of other widths without zero points, for float32,
+          are shifted to the highest bits, and their scale is divided by the same power of two,
+          which is exact: the middle of the stored bits is then theirs, too.
+        - Inputs that are not in the order of their groups (GPTQ's act-order) are put in order.
+        - A group that is larger than a block repeats its scale.
+        - With offsets, the zero point is the integer nearest to the level of a weight of 0, so that
+          activations in 8 bits lose as little as with symmetric weights; the offset is what
+          remains.
+
+        Args:
+            dtype: the dtype of scales and offsets.
         """
         bits = 4 if self.bits <= 4 else 8
         if self.bits < bits and self.zero_points is None and dtype == torch.float32:
-            factor = 2 ** (bits - self.bits)
-            wide, scales = self.levels * np.uint8(factor), self.scales / np.float32(factor)
-            return replace(self, bits=bits, levels=wide, scales=scales).blocks(dtype)
-        outputs, inputs = self.levels.shape
-        groups = (
-            self.groups
-            if self.groups is not None
-            else np.arange(inputs) // (inputs // self.scales.shape[1])
-        )
+            return self._in_highest_bits(bits).blocks(dtype)
+        groups = self._group_of_each_input()
         order = None
         if (np.diff(groups) < 0).any():
             order = np.argsort(groups, kind="stable")
             groups = groups[order]
-        fitting = [
-            size
-            for size in BLOCK_SIZES
-            if inputs % size == 0 and _uniform(groups.reshape(-1, size))
-        ]
-        if not fitting:
+        size = _largest_block_size(groups)
+        if size is None:
             return None
-        size = max(fitting)
-        of_block = groups[::size]
+        group_of_block = groups[::size]
+        outputs = len(self.levels)
         levels = self.levels if order is None else self.levels[:, order]
-        zero_points, offsets = self._zero_points(bits)
-        zero_points = zero_points[:, of_block]
-        packed_zeros = (
-            None
-            if (zero_points == 2 ** (bits - 1)).all()
-            else _tensor(pack_bits(zero_points, bits))
+        packed_levels = pack_bits(levels, bits).reshape(
+            outputs, len(group_of_block), size * bits // 8
         )
+        zero_points, offsets = self._zero_points_and_offsets(bits)
+        zero_points = zero_points[:, group_of_block]
+        packed_zero_points = None
+        if not (zero_points == 2 ** (bits - 1)).all():
+            packed_zero_points = _tensor(pack_bits(zero_points, bits)).reshape(-1)
         return QuantizedWeight(
-            bits,
-            size,
-            _tensor(pack_bits(levels, bits).reshape(outputs, len(of_block), size * bits // 8)),
-            _tensor(self.scales[:, of_block]).to(dtype),
-            None if packed_zeros is None else packed_zeros.reshape(-1),
-            None if order is None else _tensor(order),
-            None if offsets is None else _tensor(offsets[:, of_block].T).to(dtype),
+            bits=bits,
+            block_size=size,
+            blocks=_tensor(packed_levels),
+            scales=_tensor(self.scales[:, group_of_block]).to(dtype),
+            zero_points=packed_zero_points,
+            order=None if order is None else _tensor(order),
+            offsets=None if offsets is None else _tensor(offsets[:, group_of_block].T).to(dtype),
         )
+
+    def _in_highest_bits(self, bits: int) -> IntegerWeight:
+        """The same weight with levels of `bits`, each a multiple of a power of two."""
+        factor = 2 ** (bits - self.bits)
+        levels = self.levels * np.uint8(factor)
+        scales = self.scales / np.float32(factor)
+        return replace(self, bits=bits, levels=levels, scales=scales)
 
     @property
     def _middle(self) -> int:
         return 1 << (self.bits - 1)
 
-    def _group_size(self) -> int | None:
-        """The inputs of each group, if the groups are equal and in order: these are several times faster."""
+    def _group_of_each_input(self) -> Indices:
+        """[K]."""
+        if self.groups is not None:
+            return self.groups
         inputs = self.levels.shape[1]
-        size, rest = divmod(inputs, self.scales.shape[1])
-        in_order = self.groups is None or (
-            rest == 0 and (self.groups == np.arange(inputs) // size).all()
-        )
+        size = inputs // self.scales.shape[1]
+        groups: Indices = np.arange(inputs) // size
+        return groups
+
+    def _group_size(self) -> int | None:
+        """The number of inputs of each group if all groups are equal and in order, because these
+        are several times faster; otherwise None."""
+        inputs = self.levels.shape[1]
+        count = self.scales.shape[1]
+        size: int = inputs // count
+        if self.groups is None:
+            return size
+        are_equal = size * count == inputs
+        in_order = are_equal and bool((self.groups == np.arange(inputs) // size).all())
         return size if in_order else None
 
-    def _zero_points(self, bits: int) -> tuple[Bytes, Floats | None]:
-        """[N, G] zero points below 2^bits and offsets, with the meaning of this matrix."""
+    def _zero_points_and_offsets(self, bits: int) -> tuple[Bytes, Floats | None]:
+        """[N, G] zero points below 2^bits, and offsets, which together mean the same as those of
+        this weight."""
         if self.offsets is None:
-            middle = np.full(self.scales.shape, self._middle, np.uint8)
-            return middle if self.zero_points is None else self.zero_points, None
+            if self.zero_points is not None:
+                return self.zero_points, None
+            return np.full(self.scales.shape, self._middle, np.uint8), None
         scales = self.scales.astype(np.float64)
-        at_zero = self.offsets - scales * (
-            0 if self.zero_points is None else self.zero_points
-        )  # the weight of level 0
-        nearest = np.rint(np.divide(-at_zero, scales, out=np.zeros_like(scales), where=scales != 0))
-        zero_points = np.clip(nearest, 0, 2**bits - 1)
-        return zero_points.astype(np.uint8), (at_zero + scales * zero_points).astype(np.float32)
+        zero_points = 0 if self.zero_points is None else self.zero_points
+        weight_of_level_0 = self.offsets - scales * zero_points
+        level_of_weight_0 = np.divide(
+            -weight_of_level_0, scales, out=np.zeros_like(scales), where=scales != 0
+        )
+        nearest = np.clip(np.rint(level_of_weight_0), 0, 2**bits - 1)
+        offsets = (weight_of_level_0 + scales * nearest).astype(np.float32)
+        return nearest.astype(np.uint8), offsets
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """The weight of a layer in a checkpoint with integers.
+    """The weight of a layer that a checkpoint stores as integers.
 
     Attributes:
-        layer: its name, without ".weight".
+        layer: the layer's name, without ".weight".
         shape: N, K.
-        read: reads some of the N rows, those of a slice with start and stop. It is called in any thread, as long as
-            the loaded model lives.
+        read: a function that reads some of the N rows, a slice with start and stop. It is called in
+            any thread, as long as the loaded model lives.
     """
 
     layer: str
@@ -164,21 +195,23 @@ class StoredMatrix:
     read: Callable[[slice], IntegerWeight]
 
     def parts(self) -> Iterator[IntegerWeight]:
-        """The matrix in parts of whole rows: the levels of a large head would take half a gigabyte."""
+        """The matrix in parts of whole rows: the levels of a large head would take half a
+        gigabyte."""
         for rows in self._slices():
             yield self.read(rows)
 
     def bytes_in_blocks(self, dtype: torch.dtype) -> int:
-        """About how many bytes `IntegerWeight.blocks` of all rows take, by the first rows; 0 if no block size fits."""
-        rows = min(_ROWS, self.shape[0])
+        """About how many bytes `IntegerWeight.blocks` of all rows take, judged by the first rows; 0
+        if no block size fits."""
+        rows = min(_ROWS_MULTIPLE, self.shape[0])
         sample = self.read(slice(0, rows)).blocks(dtype)
         if sample is None:
             return 0
-        once = 0 if sample.order is None else sample.order.nbytes
-        return (sample.nbytes - once) * self.shape[0] // rows + once
+        order_bytes = 0 if sample.order is None else sample.order.nbytes
+        return (sample.nbytes - order_bytes) * self.shape[0] // rows + order_bytes
 
     def floats(self) -> Floats:
-        """[N, K]."""
+        """The weight, [N, K]."""
         result = np.empty(self.shape, np.float32)
         for rows in self._slices():
             result[rows] = self.read(rows).floats()
@@ -186,13 +219,44 @@ class StoredMatrix:
 
     def _slices(self) -> Iterator[slice]:
         outputs, inputs = self.shape
-        at_once = max(1, _PART // inputs // _ROWS) * _ROWS
-        for start in range(0, outputs, at_once):
-            yield slice(start, min(start + at_once, outputs))
+        multiples = max(1, _MAX_LEVELS_IN_MEMORY // inputs // _ROWS_MULTIPLE)
+        step = multiples * _ROWS_MULTIPLE
+        for start in range(0, outputs, step):
+            yield slice(start, min(start + step, outputs))
 
 
-def _uniform(blocks: Array) -> bool:
-    return bool((blocks == blocks[:, :1]).all())
+@dataclass(frozen=True, slots=True)
+class FloatMatrix:
+    """The weight of a layer that a checkpoint stores as floats of a few bits, for which there are
+    no kernels.
+
+    Attributes:
+        layer: the layer's name, without ".weight".
+        shape: N, K.
+        read: a function that computes the weight, [N, K] float32.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    read: Callable[[], torch.Tensor]
+
+    def floats(self) -> Floats:
+        """The weight, [N, K]."""
+        result: Floats = self.read().numpy()
+        return result
+
+
+def _largest_block_size(groups: Indices) -> int | None:
+    """The largest block size whose blocks each lie within one group; None if there is none. groups:
+    [K], the group of each input."""
+    fitting = []
+    for size in BLOCK_SIZES:
+        if len(groups) % size:
+            continue
+        blocks = groups.reshape(-1, size)
+        if (blocks == blocks[:, :1]).all():
+            fitting.append(size)
+    return max(fitting, default=None)
 
 
 def _tensor(array: Array) -> torch.Tensor:
@@ -200,15 +264,25 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 def unpack_bits(words: Array, bits: int) -> Bytes:
-    """[R, W] integers of any width as [R, W * width / bits]: a row is a stream of bits, lowest first."""
+    """The levels that integers of any width hold: a row is a stream of bits, lowest first.
+
+    Args:
+        words: [R, W] integers.
+        bits: the bits of a level, 1 to 8.
+
+    Returns:
+        [R, W * width / bits] uint8.
+    """
     rows = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
     if bits == 8:
         return rows
     if 8 % bits == 0:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        return ((rows[:, :, None] >> shifts) & np.uint8(2**bits - 1)).reshape(len(rows), -1)
+        mask = np.uint8(2**bits - 1)
+        return ((rows[:, :, None] >> shifts) & mask).reshape(len(rows), -1)
     stream = np.unpackbits(rows, axis=1, bitorder="little")
-    fields = stream[:, : stream.shape[1] // bits * bits].reshape(len(rows), -1, bits)
+    used_bits = stream.shape[1] // bits * bits
+    fields = stream[:, :used_bits].reshape(len(rows), -1, bits)
     levels: Bytes = fields @ (1 << np.arange(bits, dtype=np.uint8))
     return levels
 
@@ -220,7 +294,15 @@ def check_part(
     shape: tuple[int | None, ...],
     why: str,
 ) -> None:
-    """Raise ValueError for a stored tensor of another dtype or shape. shape: the required sizes; None for 1 or more."""
+    """Raise ValueError for a stored tensor of another dtype or shape.
+
+    Args:
+        name: the tensor's name in its layer.
+        tensor: the stored tensor.
+        dtypes: the accepted dtypes.
+        shape: the required sizes; None for any size of 1 or more.
+        why: the reason for that shape, or the meaning of its axes, at the end of the message.
+    """
     fits = tensor.ndim == len(shape) and all(
         size > 0 if wanted is None else size == wanted
         for size, wanted in zip(tensor.shape, shape, strict=True)

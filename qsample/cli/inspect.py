@@ -134,7 +134,7 @@ def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> 
 
 
 def _show_gguf(path: Path, as_json: bool) -> None:
-    from qsample.checkpoints.gguf.models import describe_gguf
+    from qsample.addons.formats.gguf.models import describe_gguf
 
     facts = describe_gguf(path)
     if as_json:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from qsample.checkpoints.gguf.models import read_model
+from qsample.addons.formats.gguf.models import read_model
 from qsample.checkpoints.source import (
     ADAPTER,
     CheckpointSource,

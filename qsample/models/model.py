@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
-from qsample.checkpoints.gguf.models import read_model
+from qsample.addons.formats.gguf.models import read_model
 from qsample.checkpoints.private_parts import check_private_parts
 from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
@@ -441,7 +441,7 @@ class SourceModel(Model):
             file = read_model(path)
             with young_collections():
                 check_private_parts()
-                from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
+                from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
             return GgufCheckpoint(
                 file,
                 "/".join(filter(None, (source.model_id, source.file))),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.checkpoints import integers
-from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
+from qsample.checkpoints import stored_matrices
+from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.integer_models import random_integers
 from tests.helpers.quantized_checkpoints import stored_levels
@@ -129,7 +129,7 @@ def test_groups_that_no_block_lies_within(block: int) -> None:
 
 def test_parts_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_integers(np.random.default_rng(5), 100, 64, zero_points=True)
-    monkeypatch.setattr(integers, "_PART", 64 * 40)
+    monkeypatch.setattr(stored_matrices, "_MAX_LEVELS_IN_MEMORY", 64 * 40)
     read: list[slice] = []
 
     def rows(index: slice) -> IntegerWeight:

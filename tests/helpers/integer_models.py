@@ -1,4 +1,4 @@
-"""Models of random integers, in the one form of packed weights (`checkpoints.integers`), and the same in float."""
+"""Models of random integers, as `checkpoints.stored_matrices` holds packed weights, and the same in float."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
 from qsample.checkpoints.mapped_weights import loading_in_this_thread
 from qsample.checkpoints.quantized import conv1d_names, read_quantized
+from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
 from qsample.transforms.deferred import deferring
 from tests.helpers.tiny_models import random_model
 

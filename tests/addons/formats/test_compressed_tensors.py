@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qsample.checkpoints.compressed_tensors import CompressedTensors, Scheme, read_options
+from qsample.addons.formats.compressed_tensors import CompressedTensors, Scheme, read_options
 from qsample.errors import UnsupportedModelError
 from tests.helpers.quantized_checkpoints import words
 

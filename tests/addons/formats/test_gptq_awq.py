@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from qsample import AutoModelForCausalLM
+from qsample.addons.formats.gptq_awq_layouts import Quantization
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.gptq_awq_layouts import Quantization
 from qsample.checkpoints.packed import packing_of
 from qsample.errors import PackageError, QsampleError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
@@ -477,7 +477,7 @@ def config(**options: Any) -> Any:
     [
         (
             {"quant_method": "hqq"},
-            "is quantized with hqq; only float weights, gptq, awq, .* compile that with weights=",
+            "is quantized with hqq; only float weights, awq, .* compile that with weights=",
         ),
         (
             {"bits": 5},

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qsample.checkpoints.gptq_awq_layouts import Quantization
-from qsample.checkpoints.integers import IntegerWeight
+from qsample.addons.formats.gptq_awq_layouts import Quantization
+from qsample.checkpoints.stored_matrices import IntegerWeight
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.quantized_checkpoints import Layer, Scheme, quantized_layer, stored_levels
 

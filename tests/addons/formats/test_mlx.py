@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qsample.checkpoints.mlx import LayerOptions, Mlx, read_options
+from qsample.addons.formats.mlx import LayerOptions, Mlx, read_options
 from qsample.errors import UnsupportedModelError
 
 

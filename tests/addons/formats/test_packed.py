@@ -18,8 +18,8 @@ from transformers import AutoConfig
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.integers import StoredMatrix
 from qsample.checkpoints.packed import PackedWeights, packing_of, read_packed
+from qsample.checkpoints.stored_matrices import StoredMatrix
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.transforms.quantized_linear import quantized_layers
 from tests.helpers.packed import change_config, change_tensors, expected, sha256, unpack
@@ -274,6 +274,6 @@ def test_a_method_is_refused_before_torch_is_needed(tmp_path: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "exl3", "bits": 4.0})
     with pytest.raises(
         UnsupportedModelError,
-        match="is quantized with exl3; only float weights, gptq, awq, compressed",
+        match="is quantized with exl3; only float weights, awq, bitsandbytes, comp",
     ):
         check_checkpoint(folder)

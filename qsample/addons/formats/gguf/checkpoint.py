@@ -19,15 +19,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from qsample.addons.formats.gguf.file import GgufFile, GgufTensor
+from qsample.addons.formats.gguf.models import Weight, configuration, weights_by_type, weights_of
+from qsample.addons.formats.gguf.tokenizer import stop_ids, tokenizer_of
+from qsample.addons.formats.gguf.types import FLOATS, read_rows
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.checkpoints.gguf.file import GgufFile, GgufTensor
-from qsample.checkpoints.gguf.models import Weight, configuration, weights_by_type, weights_of
-from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of
-from qsample.checkpoints.gguf.types import FLOATS, read_rows
-from qsample.checkpoints.integers import IntegerWeight, StoredMatrix
 from qsample.checkpoints.mapped_weights import Place, in_float32
 from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
 from qsample.checkpoints.source import origin_of
+from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
 from qsample.checks import is_number
 from qsample.disk.source_files import SourceFiles
 from qsample.errors import UnsupportedModelError

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from qsample.checkpoints.gguf.file import GgufFile, GgufTensor, read_gguf
+from qsample.addons.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 from qsample.checks import is_integer, is_number
 from qsample.contract.arrays import Array
 from qsample.errors import QsampleError, UnsupportedModelError, listed, shown

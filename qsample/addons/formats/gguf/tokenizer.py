@@ -18,7 +18,7 @@ from qsample.checks import is_integer, is_number
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 
 if TYPE_CHECKING:
-    from qsample.checkpoints.gguf.file import GgufFile
+    from qsample.addons.formats.gguf.file import GgufFile
 
 _KEYS: Final = "tokenizer.ggml."
 _TEMPLATE: Final = "tokenizer.chat_template"

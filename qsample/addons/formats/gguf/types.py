@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from qsample.checkpoints.gguf.file import KINDS, GgufFile, GgufTensor
-from qsample.checkpoints.integers import IntegerWeight
+from qsample.addons.formats.gguf.file import KINDS, GgufFile, GgufTensor
+from qsample.checkpoints.stored_matrices import IntegerWeight
 from qsample.contract.arrays import Array
 from qsample.errors import QsampleError, shown
 

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
-from qsample.checkpoints.gguf.models import read_model
+from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
+from qsample.addons.formats.gguf.models import read_model
 from qsample.disk.source_files import SourceFiles
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.transforms.deferred import computing, deferred, numbers

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.checkpoints.gguf.file import KINDS, read_gguf
+from qsample.addons.formats.gguf.file import KINDS, read_gguf
 from qsample.checkpoints.source import is_gguf
 from qsample.errors import QsampleError, UnsupportedModelError
 
@@ -241,5 +241,5 @@ def test_every_cut_and_changed_byte_of_a_header_is_a_clear_error_or_another_head
 
 
 def test_a_header_needs_no_torch() -> None:
-    code = "import sys, qsample.checkpoints.gguf.file; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, qsample.addons.formats.gguf.file; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

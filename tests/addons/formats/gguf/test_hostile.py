@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
-from qsample.checkpoints.gguf.file import GgufFile
-from qsample.checkpoints.gguf.models import read_model
+from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
+from qsample.addons.formats.gguf.file import GgufFile
+from qsample.addons.formats.gguf.models import read_model
 from qsample.errors import QsampleError
 from tests.helpers.memory import resident
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.checkpoints.gguf.checkpoint import GgufCheckpoint
-from qsample.checkpoints.gguf.models import configuration, read_model, weights_of
+from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
+from qsample.addons.formats.gguf.models import configuration, read_model, weights_of
 
 gguf = pytest.importorskip("gguf")
 from tests.helpers.gguf_files import (  # noqa: E402

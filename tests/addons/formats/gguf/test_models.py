@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.checkpoints.gguf.file import GgufFile, GgufTensor
-from qsample.checkpoints.gguf.models import configuration, weights_of
+from qsample.addons.formats.gguf.file import GgufFile, GgufTensor
+from qsample.addons.formats.gguf.models import configuration, weights_of
 from qsample.errors import QsampleError, UnsupportedModelError
 
 SETTINGS: dict[str, Any] = {

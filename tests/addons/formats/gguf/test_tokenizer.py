@@ -13,8 +13,8 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from qsample.checkpoints.gguf.file import GgufFile
-from qsample.checkpoints.gguf.tokenizer import stop_ids, tokenizer_of
+from qsample.addons.formats.gguf.file import GgufFile
+from qsample.addons.formats.gguf.tokenizer import stop_ids, tokenizer_of
 from qsample.errors import QsampleError, UnsupportedModelError
 from tests.helpers import gguf_vocabularies as vocabularies
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.checkpoints.gguf.file import KINDS, GgufFile, GgufTensor
-from qsample.checkpoints.gguf.types import FLOATS, read_rows, unpack
+from qsample.addons.formats.gguf.file import KINDS, GgufFile, GgufTensor
+from qsample.addons.formats.gguf.types import FLOATS, read_rows, unpack
 from qsample.errors import QsampleError
 
 gguf = pytest.importorskip("gguf")
