@@ -14,9 +14,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qsample.addons.bake.api import bake
     from qsample.addons.evaluate import evaluate
     from qsample.compiler.options import CompileOptions
-    from qsample.models.auto_model import AutoModelForCausalLM, AutoModelForImageTextToText, bake
+    from qsample.models.auto_model import AutoModelForCausalLM, AutoModelForImageTextToText
     from qsample.request.sampling_params import SamplingParams
 
 # ONNX Runtime's own builds send events to Microsoft, and read this as they are imported; docs/security.md.
@@ -38,7 +39,7 @@ _LAZY = {
     "AutoModelForImageTextToText": "qsample.models.auto_model",
     "CompileOptions": "qsample.compiler.options",
     "SamplingParams": "qsample.request.sampling_params",
-    "bake": "qsample.models.auto_model",
+    "bake": "qsample.addons.bake.api",
     "evaluate": "qsample.addons.evaluate",
 }
 

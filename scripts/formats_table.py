@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qsample.addons.formats.gguf.file import KINDS
+from qsample.addons.formats.gguf.file import TENSOR_TYPES
 from qsample.addons.formats.gguf.types import FLOATS, unpack
 from qsample.checkpoints.stored_matrices import IntegerWeight
 
@@ -50,7 +50,7 @@ AS_FLOAT = (
 
 def lines() -> Iterator[tuple[str, str, float, str, float]]:
     """Format, type, bits a weight in the file, its form in a package, bits there."""
-    for kind in KINDS.values():
+    for kind in TENSOR_TYPES.values():
         if kind.name not in FLOATS:
             raw = np.zeros((ROWS, INPUTS // kind.size * kind.length), np.uint8)
             yield (

@@ -104,11 +104,12 @@ def export(
     text_only: TextOnly = False,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
-    from qsample.models.auto_model import AutoModel, is_decoder
+    from qsample.models.auto_model import AutoModel
     from qsample.models.model import SourceModel
+    from qsample.models.sources import holds_graph
 
     check_source(model, revision)
-    if is_decoder(Path(model)):
+    if holds_graph(Path(model)):
         raise typer.BadParameter(
             f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
         )

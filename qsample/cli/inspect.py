@@ -41,6 +41,7 @@ from qsample.package.signature import signer_of
 
 if TYPE_CHECKING:
     from qsample.models.cache import Entry
+    from qsample.models.sources import SourceDescription
 
 INSPECT_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -87,8 +88,7 @@ def inspect(
     Of a bundle, it shows the packages; of a GGUF file and of decoder files of another exporter, what they are and
     whether they can become a package.
     """
-    from qsample.checkpoints.source import HubOptions, find_gguf
-    from qsample.models.auto_model import is_decoder
+    from qsample.models.sources import describe_source
     from qsample.ort.model_package import variants_in
 
     if variants := variants_in(package):
@@ -98,16 +98,11 @@ def inspect(
             as_json,
         )
         return
-    if (
-        not is_package(package)
-        and package.exists()
-        and (gguf := find_gguf(str(package), None, HubOptions()))
-    ):
-        _show_gguf(Path(gguf[0]), as_json)
-        return
-    if not is_package(package) and is_decoder(package):
-        _show_decoders(package, as_json)
-        return
+    if not is_package(package):
+        description = describe_source(package)
+        if description is not None:
+            _show_source(description, as_json)
+            return
     opened = read_package(package, verify=verify)
     if bits:
         typer.echo(json.dumps(table_of_bits(opened), indent=2))
@@ -133,45 +128,21 @@ def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> 
     )
 
 
-def _show_gguf(path: Path, as_json: bool) -> None:
-    from qsample.addons.formats.gguf.models import describe_gguf
-
-    facts = describe_gguf(path)
+def _show_source(description: SourceDescription, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    rows = {
-        name: _counts(value) if isinstance(value, dict) else str(value or "")
-        for name, value in facts.items()
-    }
-    console(width_of_a_file=_WIDTH_OF_A_FILE).print(_facts_table(str(path), rows))
-
-
-def _show_decoders(path: Path, as_json: bool) -> None:
-    from qsample.models.auto_model import describe_decoders
-
-    decoders = describe_decoders(path)
-    if as_json:
-        typer.echo(json.dumps([asdict(decoder) for decoder in decoders], indent=2))
+        typer.echo(json.dumps(description.document, indent=2))
         return
     screen = console(width_of_a_file=_WIDTH_OF_A_FILE)
-    for decoder in decoders:
-        rows = {
-            "made by": f"{decoder.made_by}, opset {decoder.opset}",
-            "inputs": _some(decoder.inputs),
-            "operators": _counts(decoder.operators),
-            "layers": str(decoder.layers or ""),
-            "states": f"{decoder.states} recurrent or convolutional" if decoder.states else "",
-            "numbers": f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}"
-            if decoder.dtype
-            else "",
-            "weights": f"packed in {' and '.join(map(str, decoder.bits))} bits"
-            if decoder.bits
-            else "",
-            "bake": decoder.refusal
-            or "takes it; it runs the file to measure its attention, and compares",
-        }
-        screen.print(_facts_table(decoder.file, rows))
+    for title, facts in description.tables.items():
+        rows = {name: _in_words(fact) for name, fact in facts.items()}
+        screen.print(_facts_table(title, rows))
+
+
+def _in_words(fact: str | Sequence[str] | Mapping[str, int]) -> str:
+    """A fact of a `SourceDescription` as text."""
+    if isinstance(fact, str):
+        return fact
+    return _counts(fact) if isinstance(fact, Mapping) else _some(fact)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -460,13 +431,12 @@ def pull(
 ) -> None:
     """Download the newest version of a model and compile it into the cache, for commands that name the same model and
     options. Prints the package's folder."""
-    from qsample.checkpoints.source import CONFIG, HubOptions, find_gguf, newest_commit
+    from qsample.models.sources import SourceRequest, find_source
 
     if is_package(model):
         raise typer.BadParameter(f"{model} is a package already; commands take it as it is")
     if not os.path.exists(model):
-        name, file = find_gguf(model, None, HubOptions()) or (model, None)
-        newest_commit(name, HubOptions(), file or CONFIG)
+        find_source(SourceRequest(name=model)).download_newest()
     opened = open_exported(
         model,
         provider,

@@ -1,4 +1,5 @@
-"""Models with the same verbs, export, compile, generate: packages, and the sources that packages are made of."""
+"""Models with the same verbs, export, compile and generate: packages, and the sources that packages
+are made from."""
 
 from __future__ import annotations
 
@@ -12,14 +13,10 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
-from qsample.addons.formats.gguf.models import read_model
-from qsample.checkpoints.private_parts import check_private_parts
-from qsample.checkpoints.source import CheckpointSource, DecoderSource
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
-from qsample.contract.interface import Features, Interface
+from qsample.contract.interface import Features
 from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
-from qsample.errors import QsampleError, install_hint
 from qsample.huggingface.facade import (
     Device,
     GenerationConfig,
@@ -30,6 +27,7 @@ from qsample.huggingface.facade import (
     is_dtype,
 )
 from qsample.models.cache import Recipe, open_cached
+from qsample.models.sources import CheckpointSource, GraphSource, ModelSource, WeightSource
 from qsample.package.package import (
     Package,
     check_not_source,
@@ -50,9 +48,10 @@ if TYPE_CHECKING:
 
 
 class Model(ModelMethods):
-    """The verbs of every model: `compile` and `generate`; its sessions are loaded when they are first needed."""
+    """The verbs of every model: `compile` and `generate`. Its sessions are loaded when they are
+    first needed."""
 
-    _export_share: ClassVar[float] = 0.0  # of the time of `compile`
+    _export_share: ClassVar[float] = 0.0  # the part of the time of `compile` that an export takes
 
     def __init__(self, provider: str | None) -> None:
         self._provider = provider
@@ -75,8 +74,11 @@ class Model(ModelMethods):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's settings of `generate`, to be changed or replaced. The export of a checkpoint keeps changes; a
-        package keeps the settings that it was made with."""
+        """The model's settings of `generate`, which may be changed or replaced.
+
+        The export of a checkpoint writes them with their changes; a package on the disk keeps the
+        settings that it was made with.
+        """
         if self._generation_config is None:
             self._generation_config = self._own_generation_config()
         return self._generation_config
@@ -106,7 +108,8 @@ class Model(ModelMethods):
     ) -> GenerateOutput: ...
 
     def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
-        """Generate text or tokens; see `runtime.CausalLM.generate`. QEfficient's arguments are known, too."""
+        """Generate text or tokens; see `runtime.CausalLM.generate`. QEfficient's arguments are
+        accepted, too."""
         inputs, params, options = read_generate(inputs, params, options, self.features)
         return self.runtime.generate(inputs, params, **options)
 
@@ -118,7 +121,8 @@ class Model(ModelMethods):
     def load_adapter(
         self, adapter_name: str, path: str | Path, *, hotswap: bool = False
     ) -> Adapter:
-        """Load a LoRA adapter, see `runtime.CausalLM.load_adapter`. Raises ValueError for a model without max_loras."""
+        """Load a LoRA adapter, see `runtime.CausalLM.load_adapter`. Raises ValueError for a model
+        without max_loras."""
         if not self.features.max_loras:  # before an export
             raise ValueError(NO_ADAPTERS)
         return self.runtime.load_adapter(adapter_name, path, hotswap=hotswap)
@@ -137,21 +141,25 @@ class Model(ModelMethods):
         progress: Progress | None = None,
         **changes: Any,
     ) -> PackagedModel:
-        """Compile for a device. A checkpoint or a decoder file is exported first, and its `generate` then runs the
-        package.
+        """Compile for a device. A checkpoint or a decoder file is exported first, and its
+        `generate` then runs the package.
 
         Args:
-            path: the folder of the package; by default a temporary folder that lives as long as the result.
+            path: the folder of the package; by default a temporary folder that lives as long as the
+                result.
             options: by default `CompileOptions()`, for the CPU.
             overwrite: replace a package at `path`.
-            progress: called with a stage's name and the fraction done, in [0, 1]; by default a bar, on a terminal.
-            changes: fields of `CompileOptions`, on top of `options`; or QEfficient's arguments (docs/qefficient.md).
+            progress: called with a stage's name and the fraction done, in [0, 1]; by default a bar,
+                on a terminal.
+            changes: fields of `CompileOptions`, on top of `options`; or QEfficient's arguments
+                (docs/qefficient.md).
 
         Returns:
             The device package. Nothing remains after an error.
 
         Raises:
-            CompileError: if an option does not fit, the self-test fails or quantized weights are too far off.
+            CompileError: if an option does not fit, the self-test fails or quantized weights are
+                too far off.
             PackageError: if `path` cannot be written.
 
         >>> model.compile("qwen3-cpu", provider="cpu", ctx_len=2048, weights="int4")
@@ -166,10 +174,8 @@ class Model(ModelMethods):
             find_target(options.provider).check_installed()
         self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
-            exporting, compiling = (
-                meter.part(0.0, self._export_share),
-                meter.part(self._export_share, 1.0),
-            )
+            exporting = meter.part(0.0, self._export_share)
+            compiling = meter.part(self._export_share, 1.0)
             with self._portable(options, destination.path, exporting) as source:
                 compiled = compile_package(
                     source, destination.path, options, overwrite=overwrite, progress=compiling
@@ -200,8 +206,8 @@ class Model(ModelMethods):
     def _portable(
         self, options: CompileOptions, destination: Path, progress: Progress | None
     ) -> AbstractContextManager[Package]:
-        """The portable package to compile for `destination`, in the dtype of `options` if possible; exported first
-        if need be."""
+        """The portable package to compile for `destination`, in the dtype of `options` if possible;
+        a source is exported first."""
 
 
 class PackagedModel(Model):
@@ -214,9 +220,16 @@ class PackagedModel(Model):
         holding: ScratchFolder | FileIO | None = None,
         trusted_keys: TrustedKeys | None = None,
     ) -> None:
-        """The model of a verified `package`. provider: by default the package's, otherwise "cpu". holding goes with the
-        last reference to this object: the package's temporary folder, or the lock that keeps it in the cache.
-        trusted_keys: of which one has to have signed it when its sessions are loaded, too."""
+        """The model of a verified package.
+
+        Args:
+            package: the package.
+            provider: the execution provider; None for the package's own, otherwise "cpu".
+            holding: what is released with the last reference to this object: the package's
+                temporary folder, or the lock that keeps it in the cache.
+            trusted_keys: the keys of which one must have signed the package, checked again when its
+                sessions are loaded; None for no check.
+        """
         super().__init__(provider)
         self.package = package
         self.features = package.interface.features
@@ -245,7 +258,7 @@ class PackagedModel(Model):
 
     @property
     def runtime(self) -> CausalLM:
-        """The loaded sessions; they need onnxruntime, numpy and tokenizers only."""
+        """The loaded sessions, which need only onnxruntime, numpy and tokenizers."""
         if self._runtime is None:
             from qsample.runtime import load
 
@@ -259,8 +272,15 @@ class PackagedModel(Model):
         return self._runtime
 
     def save_pretrained(self, path: str | Path, *, overwrite: bool = False) -> PackagedModel:
-        """Copy the package to `path`, with `overwrite` over a package, and return the copy, opened. Raises PackageError
-        if it cannot be written."""
+        """Copy the package to a folder, and return the model of the copy.
+
+        Args:
+            path: the folder of the copy.
+            overwrite: whether a package at `path` is replaced.
+
+        Raises:
+            PackageError: if `path` cannot be written.
+        """
         return PackagedModel(copy_package(self.package, path, overwrite=overwrite), self._provider)
 
     export = save_pretrained
@@ -279,29 +299,35 @@ class PackagedModel(Model):
 
 
 class SourceModel(Model):
-    """A checkpoint, or a decoder file of another exporter, that becomes a package. `generate` takes the package that
-    `compile` made last, otherwise the package from the user's cache; the first call makes it there."""
+    """A checkpoint, or the graph of another exporter, that becomes a package.
+
+    `generate` runs the package that `compile` made last, otherwise the package in the user's cache,
+    which the first call makes.
+    """
 
     _export_share = 0.5
 
     def __init__(
-        self,
-        source: CheckpointSource | DecoderSource,
-        features: Features,
-        provider: str | None = None,
+        self, source: ModelSource, features: Features, provider: str | None = None
     ) -> None:
-        """source: what is exported. features: of its graph. provider: of `generate`; by default "cpu"."""
+        """The model of a source.
+
+        Args:
+            source: what is exported.
+            features: the features of its graph.
+            provider: the execution provider of `generate`; by default "cpu".
+        """
         super().__init__(provider)
         self.source = source
         self.features = features
 
     def __repr__(self) -> str:
-        kind = "decoder file" if isinstance(self.source, DecoderSource) else "checkpoint"
-        return f"SourceModel({self.source.model_id}, {kind} to export or compile)"
+        return f"SourceModel({self.source.model_id}, {self.source.kind} to export or compile)"
 
     @property
     def config(self) -> Any:
-        """The checkpoint's configuration, as transformers reads it; of a decoder file, the package's ModelConfig."""
+        """The checkpoint's configuration, as transformers reads it; for a decoder file, the
+        package's ModelConfig."""
         return self._described.config
 
     @property
@@ -316,8 +342,8 @@ class SourceModel(Model):
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> PackagedModel:
-        """Export to a portable package, and return it; the arguments are as in `compile`. Nothing remains after an
-        error.
+        """Export to a portable package, and return its model; the arguments are as in `compile`.
+        Nothing remains after an error.
 
         Raises:
             UnsupportedModelError: for a model that cannot be exported.
@@ -326,7 +352,7 @@ class SourceModel(Model):
         """
         self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
-            package = self._write(destination.path, overwrite, meter)
+            package = self._write_package(destination.path, overwrite, meter)
             return PackagedModel(package, self._provider, destination.keep())
 
     save_pretrained = export
@@ -340,22 +366,23 @@ class SourceModel(Model):
         ctx_len: int | None = None,
         progress: Progress | None = None,
     ) -> PackagedModel:
-        """The package of this model in the user's cache, compiled for the model's provider; made first if need be.
+        """The package of this model in the user's cache, compiled for the model's provider; the
+        first call makes it.
 
-        It is found without the model's libraries, and is the same for all processes of the user. If the model's files
-        change, another is made. docs/command-line.md describes the cache.
+        It is found without the model's libraries, and is the same for all processes of the user. If
+        the model's files change, another package is made. docs/command-line.md describes the cache.
 
         Args:
-            weights, preset, ctx_len: as in `CompileOptions`; by default the options' or the model's.
+            weights, preset, ctx_len: as in `CompileOptions`; by default the values there, or the
+                model's.
             progress: as in `compile`.
 
         Raises:
-            QsampleError: if the cache cannot be written; and as `export` and `compile` do.
+            QsampleError: if the cache cannot be written, and as `export` and `compile` do.
         """
         given: dict[str, Any] = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
-        options = CompileOptions(
-            **{name: value for name, value in given.items() if value is not None}
-        )  # checked first
+        stated = {name: value for name, value in given.items() if value is not None}
+        options = CompileOptions(**stated)
         provider = self._provider or options.provider
         parts = {
             "model": self.source.identity(),
@@ -363,9 +390,8 @@ class SourceModel(Model):
             "provider": provider,
             **given,
         }
-        name = "-".join(
-            filter(None, (Path(self.source.model_id).name, str(provider), weights, preset))
-        )
+        words = (Path(self.source.model_id).name, str(provider), weights, preset)
+        name = "-".join(word for word in words if word)
         recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)
@@ -373,8 +399,8 @@ class SourceModel(Model):
         return PackagedModel(package, self._provider, holding)
 
     def eager_logits(self) -> Callable[[list[list[int]]], list[Array]] | None:
-        """A function from rows of token ids to their logits, [n, V] float32 each, in transformers; None for a decoder
-        file."""
+        """A function from rows of token ids to their logits, [n, V] float32 each, as transformers
+        computes them; None for a decoder file."""
         if self._checkpoint is None:
             return None
         from qsample.exporters.huggingface_reference import eager_logits
@@ -384,26 +410,27 @@ class SourceModel(Model):
     def _make(
         self, path: Path, *, provider: Any, options: CompileOptions, progress: Progress | None
     ) -> None:
-        """Write the package of `cached` to `path`: compiled, or as exported for a provider that is no target."""
+        """Write the package of `cached` to `path`: compiled, or as exported for a provider that is
+        not a target."""
         from qsample.compiler.targets import Capability, find_target, target_names
         from qsample.ort.providers import execution_providers
 
-        # The model as it is on the disk or at a commit of the hub, without settings that were changed since.
-        source, is_target = self.source.pinned(), provider in target_names()
-        if isinstance(source, CheckpointSource) and source.images is None and is_target:
-            reads_images = Capability.IMAGES in find_target(provider).capabilities
-            source = replace(source, text_only=source.text_only or not reads_images)
-        unchanged = SourceModel(source, self.features, self._provider)
-        if not is_target:
-            execution_providers(provider)  # is there such a provider?
-            unchanged.export(path, progress=progress)
+        # The model as it is on the disk or at a commit of the hub, without settings that were
+        # changed since.
+        source = self.source.pinned()
+        if provider not in target_names():
+            execution_providers(provider)  # raises an error for an unknown provider
+            SourceModel(source, self.features, self._provider).export(path, progress=progress)
             return
-        preferred = find_target(provider).default_options
-        if (
-            "dtype" in preferred and self._checkpoint is not None and self.dtype == "float16"
-        ):  # the caller chose it
+        target = find_target(provider)
+        if isinstance(source, CheckpointSource) and source.images is None:
+            reads_images = Capability.IMAGES in target.capabilities
+            source = replace(source, text_only=source.text_only or not reads_images)
+        preferred = target.default_options
+        chose_float16 = self._checkpoint is not None and self.dtype == "float16"
+        if "dtype" in preferred and chose_float16:
             preferred = {**preferred, "dtype": "float16"}
-        unchanged.compile(
+        SourceModel(source, self.features, self._provider).compile(
             path, options=options.override(provider=provider, **preferred), progress=progress
         )
 
@@ -428,39 +455,12 @@ class SourceModel(Model):
 
     @cached_property
     def _checkpoint(self) -> Checkpoint | None:
-        """Opened once, when first needed; None for a decoder file."""
-        source = self.source
-        if isinstance(source, DecoderSource):
-            return None
-        options: dict[str, Any] = {
-            "tokenizer": source.tokenizer,
-            "adapter": source.adapter,
-            "hub": source.hub,
-        }
-        if (path := source.gguf) is not None:
-            file = read_model(path)
-            with young_collections():
-                check_private_parts()
-                from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
-            return GgufCheckpoint(
-                file,
-                "/".join(filter(None, (source.model_id, source.file))),
-                source.dtype,
-                **options,
-            )
-        with young_collections():
-            check_private_parts()
-            from qsample.checkpoints.checkpoint import Checkpoint
-        return Checkpoint(
-            source.model_id,
-            source.dtype,
-            images=source.images,
-            text_only=source.text_only,
-            **options,
-        )
+        """The checkpoint, opened when it is first needed; None for a graph."""
+        return self.source.open() if isinstance(self.source, WeightSource) else None
 
     @property
     def _described(self) -> Checkpoint | PackagedModel:
+        """What knows the model's configuration, dtype and settings."""
         return self._checkpoint or self._packaged
 
     @property
@@ -470,21 +470,13 @@ class SourceModel(Model):
     def _own_generation_config(self) -> GenerationConfig:
         return as_generation_config(self._described.generation_config)
 
-    def _write(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
-        """Write the package to `path`."""
-        if isinstance(self.source, DecoderSource):
-            with bake_installed():
-                from qsample.addons.bake.bake import bake
-            compare = None if self.source.reference is None else partial(self._compare, self.source)
-            return bake(
-                self.source,
-                path,
-                self.features,
-                overwrite=overwrite,
-                compare=compare,
-                progress=progress,
+    def _write_package(self, path: Path, overwrite: bool, progress: Progress | None) -> Package:
+        """Write the portable package to `path`."""
+        if isinstance(self.source, GraphSource):
+            return self.source.write_package(
+                path, self.features, overwrite=overwrite, progress=progress
             )
-        _ = self._checkpoint  # what is not read is refused before torch is imported
+        _ = self._checkpoint  # refuses what cannot be read before torch is imported
         from qsample.exporters.export import export_model
 
         with scratch_near(path) as scratch:
@@ -495,12 +487,14 @@ class SourceModel(Model):
     def _portable(
         self, options: CompileOptions, destination: Path, progress: Progress | None
     ) -> Iterator[Package]:
-        """In a scratch folder, with its weights in the checkpoint's files. float16 is set before the export, because
-        transformers chooses the parts of a model that stay in float32; bfloat16 is left to the compiler: no CPU could
-        check it."""
+        """The portable package in a scratch folder, with its weights in the checkpoint's files.
+
+        float16 is set before the export, because transformers chooses the parts of a model that
+        stay in float32; bfloat16 is left to the compiler, because no CPU could check it.
+        """
         if self._checkpoint is None:
             exported = self.export(progress=progress)
-            yield exported.package  # whose folder lives as long as `exported`
+            yield exported.package  # its folder lives as long as `exported`
             return
         from qsample.exporters.export import EXPORT_DTYPES, export_unpublished
 
@@ -526,39 +520,15 @@ class SourceModel(Model):
 
         checkpoint = self._checkpoint
         assert checkpoint is not None
-        _ = checkpoint.config, checkpoint.adapter_files  # do they exist?
+        # Small files are read before the weights: an error of theirs comes at once.
+        _ = checkpoint.config
+        _ = checkpoint.adapter_files
         changed = self._generation_config
         settings = None if changed is None else transformers_generation_config(changed)
-        tokenizer, processor = (
-            checkpoint.tokenizer,
-            checkpoint.processor,
-        )  # before the model: they fail fast
+        tokenizer = checkpoint.tokenizer
+        processor = checkpoint.processor
         with SourceFiles() as sources:
             model = checkpoint.load(dtype, scratch, sources)
             origin = checkpoint.origin(sources)
         model.generation_config = settings or model.generation_config
         return LoadedModel(model, tokenizer, origin, processor, sources)
-
-    @staticmethod
-    def _compare(
-        source: DecoderSource, folder: Path, interface: Interface, tolerance: float | None
-    ) -> Mapping[str, Any]:
-        """See `addons.bake.bake.Comparison`."""
-        check_private_parts()
-        from qsample.checkpoints.checkpoint import Checkpoint
-        from qsample.exporters.huggingface_reference import compare_with_checkpoint
-
-        assert source.reference is not None
-        checkpoint = Checkpoint(source.reference, hub=source.hub.for_another_repository())
-        return compare_with_checkpoint(checkpoint, folder, interface, tolerance)
-
-
-@contextmanager
-def bake_installed() -> Iterator[None]:
-    """Raises QsampleError if an import inside lacks a library of the extra `bake`."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("onnx", "onnx_ir"):
-            raise
-        raise QsampleError(f"decoder files need {error.name}: `{install_hint('bake')}`") from error

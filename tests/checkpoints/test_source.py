@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,16 +18,16 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.source import (
-    CheckpointSource,
     HubOptions,
     check_exists,
     files_of,
-    find_gguf,
     identity_of,
     license_of,
     origin_of,
 )
 from qsample.errors import QsampleError
+from qsample.models.keywords import HubKeywords, OpenKeywords
+from qsample.models.sources import CheckpointSource
 
 GIVEN = {
     "revision": "v2",
@@ -41,9 +39,8 @@ GIVEN = {
 
 
 def test_every_option_is_a_keyword_of_from_pretrained() -> None:
-    keywords = inspect.signature(AutoModelForCausalLM.from_pretrained).parameters
-    for option in fields(HubOptions):
-        assert keywords[option.name].default == option.default, option.name
+    assert {option.name for option in fields(HubOptions)} == HubKeywords.__optional_keys__
+    assert OpenKeywords.__optional_keys__ > HubKeywords.__optional_keys__
 
 
 def test_loading_takes_all_and_downloading_runs_no_code() -> None:
@@ -279,98 +276,6 @@ def test_folders_are_refused_without_torch(
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_names_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    listed = ["README.md", "mmproj-F16.gguf", "m-Q4_0.gguf", "BF16/m-00001-of-00002.gguf"]
-
-    def model_info(api: Any, name: str, **options: Any) -> Any:
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=one) for one in listed])
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
-
-    def find(name: str, file: str | None = None) -> tuple[str, str | None] | None:
-        return find_gguf(name, file, HubOptions())
-
-    blob = tmp_path / "sha256-1"  # of ollama
-    blob.write_bytes(b"GGUF and more")
-    other = tmp_path / "model.bin"
-    other.touch()
-    assert find("sha256-1") == ("sha256-1", None)
-    assert find("model.bin") is None
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    assert find("folder") is None
-    for name in ("a.gguf", "mmproj-a.gguf"):
-        (folder / name).touch()
-    assert find("folder") == ("folder/a.gguf", None)
-    assert find("folder", "mmproj-a.gguf") == ("folder/mmproj-a.gguf", None)
-    (folder / "b.gguf").touch()
-    several = r"folder has several models, a\.gguf, b\.gguf, mmproj-a\.gguf; say which with file=, or give a path"
-    with pytest.raises(QsampleError, match=several):
-        find("folder")
-    for file in ("c.gguf", "../folder/a.gguf"):
-        with pytest.raises(QsampleError, match=rf"folder has no {file}, but a\.gguf"):
-            find("folder", file)
-    assert find("folder", "decoder.onnx") is None
-    (folder / "model.safetensors").touch()
-    assert find("folder") is None
-    assert find("me/m-GGUF") == ("me/m-GGUF", "m-Q4_0.gguf")
-    assert find("me/m") is None
-    assert find("me/m", "q.gguf") == find("me/m/q.gguf") == ("me/m", "q.gguf")
-    assert find("me/m/deep/q.gguf") == ("me/m", "deep/q.gguf")
-    for missing in (
-        "m.gguf",
-        "./m.gguf",
-        "../me/m/q.gguf",
-        "/me/m/q.gguf",
-        "~/me/q.gguf",
-        "folder/m/q.gguf",
-        "me/q.gguf",
-    ):
-        with pytest.raises(
-            QsampleError, match=rf"^{missing} does not exist; give a GGUF file, or OWNER/NAME/FILE"
-        ):
-            find(missing)
-    with pytest.raises(QsampleError, match="is one of 2 parts of a model; join them"):
-        find("me/m", listed[-1])
-    listed[2:2] = ["m-Q8_0.gguf"]
-    with pytest.raises(
-        QsampleError, match=r"m-GGUF has several models, BF16/m-00001.*, m-Q4_0\.gguf, m-Q8_0\.gguf"
-    ):
-        find("me/m-GGUF")
-    del listed[2:4]
-    with pytest.raises(QsampleError, match="m-GGUF has no whole model of GGUF, but BF16"):
-        find("me/m-GGUF")
-
-
-def test_the_identity_of_a_gguf_file_is_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    source = CheckpointSource(str(path), "float32", "auto", None, HubOptions())
-    before = source.identity()
-    (tmp_path / "config.json").touch()
-    assert source.identity() == before
-    assert source.pinned().gguf == path
-    path.write_bytes(b"GGUF 2")
-    assert source.identity() != before
-
-
-def test_a_gguf_file_of_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--me--m" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
-    (snapshot / "m.gguf").write_bytes(b"GGUF")
-    hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
-    assert find_gguf("me/m-GGUF", "m.gguf", hub) == ("me/m-GGUF", "m.gguf")
-    source = CheckpointSource("me/m", "float32", "auto", None, hub, "m.gguf")
-    assert source.identity()["checkpoint"] == ["me/m", "a" * 40]
-    assert source.pinned().hub.revision == "a" * 40
-    assert source.gguf == snapshot / "m.gguf"
-    with pytest.raises(QsampleError, match=r"the hub does not give n\.gguf of me/m"):
-        _ = replace(source, file="n.gguf").gguf
-
-
 def test_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     check_exists(str(tmp_path))
@@ -431,7 +336,7 @@ def test_links_that_stay(tmp_path: Path) -> None:
 def test_the_identity_of_a_folder_follows_its_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("qsample.checkpoints.source._READ_WHOLE", 1 << 17)
+    monkeypatch.setattr("qsample.checkpoints.source._MAX_HASHED_BYTES", 1 << 17)
     large, before = tmp_path / "model.safetensors", []
     large.write_bytes(bytes(1 << 18))
     (tmp_path / "config.json").write_text("{}")
@@ -479,7 +384,7 @@ def test_a_hub_id_is_its_downloaded_commit(tmp_path: Path) -> None:
         (repository / "snapshots" / commit).mkdir(parents=True)
         (repository / "snapshots" / commit / "config.json").touch()
     hub = HubOptions(cache_dir=tmp_path, local_files_only=True)
-    source = CheckpointSource("some/model", "float32", "auto", None, hub)
+    source = CheckpointSource(model_id="some/model", hub=hub)
     assert identity_of("some/model", hub) == ["some/model", "a" * 40]
     assert source.pinned().hub.revision == "a" * 40
     assert identity_of("some/model", HubOptions(cache_dir=tmp_path, revision="v2")) == [

@@ -98,7 +98,7 @@ def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path
         seen.update(options)
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.models.auto_model.bake", spy)
+    monkeypatch.setattr("qsample.addons.bake.api.bake", spy)
     run(
         "bake",
         "some/model",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from qsample.checkpoints.source import CheckpointSource
 from qsample.checks import checked, flag, integer
 from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.models.sources import CheckpointSource
 from qsample.request.sampling_params import SamplingParams
 from tests.helpers.fake_package import fake_package
 
@@ -38,7 +38,8 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(
         assert isinstance(opened, SourceModel)
         assert isinstance(opened.source, CheckpointSource)
         assert (opened.source.images, opened.source.text_only) == (None, text_only)
-        assert opened.source.identity()["images"] == [None, text_only]  # of the cache
+        identity = opened.source.identity()  # the cache's
+        assert (identity["images"], identity["text_only"]) == (None, text_only)
 
 
 @dataclass

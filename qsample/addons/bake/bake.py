@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -44,7 +44,7 @@ from qsample.addons.bake.to_contract import (
     use_contract_names,
     use_own_operators,
 )
-from qsample.checkpoints.source import CONFIG, DecoderSource, license_of, origin_of
+from qsample.checkpoints.source import CONFIG, license_of, origin_of
 from qsample.contract.interface import Features, Interface
 from qsample.disk.scratch import scratch_near
 from qsample.errors import QsampleError, printable
@@ -54,6 +54,9 @@ from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
+
+if TYPE_CHECKING:
+    from qsample.addons.bake.source import DecoderSource
 
 # A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
 # quantized) → figures for the manifest.

@@ -52,7 +52,7 @@ def bake(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
     """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
-    from qsample.models.auto_model import bake as bake_file
+    from qsample.addons.bake.api import bake as bake_file
 
     check_source(model, revision)
     features = Features(**given_of(Features, feature_options(ctx.params)))

@@ -17,11 +17,12 @@ import pytest
 import qsample
 from qsample import AutoModelForCausalLM
 from qsample.addons.bake.original import Original
-from qsample.checkpoints.source import CheckpointSource, DecoderSource
+from qsample.addons.bake.source import DecoderSource
 from qsample.cli import run
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.models.sources import CheckpointSource
 from tests.conftest import made_once
 from tests.helpers.foreign import read, recorded_tokens
 from tests.helpers.reference import philox_uniforms, reference_step

@@ -1,5 +1,5 @@
-"""A GGUF file as a `Checkpoint`: configuration and tokenizer from its metadata, float weights in the file, integers as
-they are."""
+"""A GGUF file as a `Checkpoint`: its metadata are the configuration and the tokenizer, its float
+weights stay in the file, and its integers stay integers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from transformers import (
 )
 
 from qsample.addons.formats.gguf.file import GgufFile, GgufTensor
-from qsample.addons.formats.gguf.models import Weight, configuration, weights_by_type, weights_of
+from qsample.addons.formats.gguf.models import (
+    ExpertLayout,
+    Weight,
+    configuration,
+    weights_by_type,
+    weights_of,
+)
 from qsample.addons.formats.gguf.tokenizer import stop_ids, tokenizer_of
 from qsample.addons.formats.gguf.types import FLOATS, read_rows
 from qsample.checkpoints.checkpoint import Checkpoint
@@ -33,11 +39,19 @@ from qsample.disk.source_files import SourceFiles
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.deferred import SMALLEST, defer
 
-_SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+# The keys of recommended sampling, behind "general.sampling.", and transformers' names of these
+# settings.
+_SAMPLING_KEYS: Final = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+}
 
 
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file. Its weights are float32 or integers; an adapter makes the matrices that it changes float."""
+    """A GGUF file. Its weights are float32 or integers; the matrices that an adapter changes become
+    float."""
 
     _configured_by = "metadata"
     _needs_scratch = True
@@ -45,16 +59,22 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self, file: GgufFile, model_id: str, dtype: str = "float32", **options: Any
     ) -> None:
-        """model_id: a path, or the hub id and the name of the file. dtype, options: as `Checkpoint` takes them."""
+        """The checkpoint of a file.
+
+        Args:
+            file: the header of the file.
+            model_id: the path, or the hub id and the name of the file, for messages.
+            dtype: the dtype of the weights, as `Checkpoint` takes it.
+            options: the other options of `Checkpoint`.
+        """
         super().__init__(model_id, dtype, **options)
         self.file = file
 
     @cached_property
     def config(self) -> PretrainedConfig:
         with self._config_errors():
-            config: PretrainedConfig = AutoConfig.for_model(
-                **self._settings, eos_token_id=stop_ids(self.file) or None
-            )
+            stops = stop_ids(self.file) or None
+            config: PretrainedConfig = AutoConfig.for_model(**self._settings, eos_token_id=stops)
             return config
 
     @cached_property
@@ -73,13 +93,11 @@ class GgufCheckpoint(Checkpoint):
     @cached_property
     def generation_config(self) -> GenerationConfig:
         """The tokens that begin and end texts, and the sampling that the file recommends."""
-        stated = {
-            ours: self.file.metadata.get(f"general.sampling.{theirs}")
-            for theirs, ours in _SAMPLING.items()
-        }
-        settings: dict[str, Any] = {
-            name: value for name, value in stated.items() if is_number(value, 0, 1e6)
-        }
+        settings: dict[str, Any] = {}
+        for theirs, ours in _SAMPLING_KEYS.items():
+            value = self.file.metadata.get(f"general.sampling.{theirs}")
+            if is_number(value, 0, 1e6):
+                settings[ours] = value
         if settings.get("temperature") == 0:  # llama.cpp's greedy tokens
             settings = {"do_sample": False}
         elif settings:
@@ -92,10 +110,10 @@ class GgufCheckpoint(Checkpoint):
             return GenerationConfig(**tokens, **settings)  # type: ignore[no-untyped-call]
 
     def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
-        path, (name, revision) = self.file.path, origin_of(str(self.file.path))
-        return (path.name if revision is None else f"{name}/{path.name}", revision), {
-            path.name: path
-        }
+        path = self.file.path
+        name, revision = origin_of(str(path))
+        file_id = path.name if revision is None else f"{name}/{path.name}"
+        return (file_id, revision), {path.name: path}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -124,24 +142,22 @@ class GgufCheckpoint(Checkpoint):
         matrices = []
         stored = weights_of(self.file, self._settings)
         for name, weight in stored.items():
-            tensor, layer = weight.tensors[0], name.removesuffix(".weight")
-            if tensor.type in FLOATS or len(tensor.shape) != 2 or weight.experts or layer == name:
-                weights[name] = _float(self.file, weight)
-            else:
+            if _is_matrix_of_integers(name, weight):
+                tensor = weight.tensors[0]
                 read = functools.partial(_rows, self.file, tensor, weight)
+                layer = name.removesuffix(".weight")
                 matrices.append(StoredMatrix(layer, (tensor.shape[0], tensor.shape[1]), read))
-        if any(
-            name.endswith("experts.down_proj") and w.tensors[0].type not in FLOATS
-            for name, w in stored.items()
-        ):
+            else:
+                weights[name] = _float(self.file, weight)
+        experts = [one for name, one in stored.items() if name.endswith("experts.down_proj")]
+        if any(one.tensors[0].type not in FLOATS for one in experts):
             warnings.warn(
                 f"{self.model_id}: its experts are computed as float32, in memory layer by layer; a portable package "
                 "holds them so, and compile's weights='int4' or 'int8' rounds them",
                 stacklevel=2,
             )
-        with self._room_for_blocks(
-            scratch, sum(matrix.bytes_in_blocks(dtype) for matrix in matrices)
-        ):
+        needed_bytes = sum(matrix.bytes_in_blocks(dtype) for matrix in matrices)
+        with self._room_for_blocks(scratch, needed_bytes):
             return read_quantized(
                 weights,
                 matrices,
@@ -152,57 +168,62 @@ class GgufCheckpoint(Checkpoint):
             )
 
 
+def _is_matrix_of_integers(name: str, weight: Weight) -> bool:
+    """Whether a weight is the matrix of a layer that is read as integers."""
+    tensor = weight.tensors[0]
+    is_quantized = tensor.type not in FLOATS
+    is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
+    return is_quantized and is_matrix and weight.experts is None
+
+
 def _rows(file: GgufFile, tensor: GgufTensor, weight: Weight, rows: slice) -> IntegerWeight:
+    """Some rows of a weight, which may be other rows of its tensor."""
     return read_rows(file, tensor, rows if weight.order is None else weight.order[rows])
 
 
 def _float(file: GgufFile, weight: Weight) -> Tensor:
-    """A weight that is no matrix of integers: in the file, or computed when it is needed."""
+    """A weight that is not a matrix of integers: in the file, or computed when it is needed."""
     tensors = weight.tensors
-    if (
-        tensors[0].type in FLOATS
-        and weight.order is None
-        and weight.experts is None
-        and not weight.shift
-    ):
-        return in_float32(
-            _tensor(file, tensors[0]), Place(file.path, tensors[0].offset, tensors[0].length)
-        )
-    stored = {FLOATS.get(part.type, "float32") for part in tensors}
-    dtype = getattr(torch, stored.pop() if len(stored) == 1 and not weight.shift else "float32")
-    shape = _put_together(
-        [torch.empty(part.shape, device="meta") for part in tensors], weight
-    ).shape
+    first = tensors[0]
+    is_unchanged = weight.order is None and weight.experts is None and not weight.shift
+    if first.type in FLOATS and is_unchanged:
+        return in_float32(_tensor(file, first), Place(file.path, first.offset, first.length))
+    dtypes = {FLOATS.get(tensor.type, "float32") for tensor in tensors}
+    keeps_dtype = len(dtypes) == 1 and not weight.shift
+    dtype = getattr(torch, dtypes.pop() if keeps_dtype else "float32")
+    empty = [torch.empty(tensor.shape, device="meta") for tensor in tensors]
+    shape = _assembled(empty, weight).shape
 
     def compute() -> Tensor:
-        return _put_together([_tensor(file, part).to(dtype) for part in tensors], weight)
+        return _assembled([_tensor(file, tensor).to(dtype) for tensor in tensors], weight)
 
-    return (
-        compute().to(torch.float32)
-        if shape.numel() < SMALLEST
-        else defer(shape, torch.float32, compute, dtype)
-    )
+    if shape.numel() < SMALLEST:
+        return compute().to(torch.float32)
+    return defer(shape, torch.float32, compute, dtype)
 
 
-def _put_together(parts: list[Tensor], weight: Weight) -> Tensor:
-    """`weight` of its tensors."""
-    whole = parts[0]
+def _assembled(tensors: list[Tensor], weight: Weight) -> Tensor:
+    """The numbers of a weight, from the numbers of its tensors."""
+    whole = tensors[0]
     if weight.order is not None:
         whole = whole[torch.from_numpy(weight.order)]
-    if weight.experts == "joined":
-        whole = torch.cat(parts, 1)
-    elif weight.experts == "alternating":
-        whole = torch.stack(parts, 2).flatten(1, 2)
-        whole = whole.transpose(1, 2) if whole.ndim == 3 else whole
-    return (whole - weight.shift if weight.shift else whole).contiguous()
+    if weight.experts is ExpertLayout.JOINED:
+        whole = torch.cat(tensors, 1)
+    elif weight.experts is ExpertLayout.ALTERNATING:
+        whole = torch.stack(tensors, 2).flatten(1, 2)
+        if whole.ndim == 3:
+            whole = whole.transpose(1, 2)
+    if weight.shift:
+        whole = whole - weight.shift
+    return whole.contiguous()
 
 
 def _tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
-    """The numbers of a tensor: mapped, or dequantized, float32."""
+    """The numbers of a tensor: mapped, or dequantized to float32."""
     raw = file.raw(tensor)
     if tensor.type in FLOATS:
-        return torch.from_numpy(raw).view(getattr(torch, FLOATS[tensor.type])).reshape(tensor.shape)
-    rows = StoredMatrix(
-        tensor.name, (len(raw), tensor.shape[-1]), functools.partial(read_rows, file, tensor)
-    )
-    return torch.from_numpy(rows.floats()).reshape(tensor.shape)
+        dtype = getattr(torch, FLOATS[tensor.type])
+        return torch.from_numpy(raw).view(dtype).reshape(tensor.shape)
+    read = functools.partial(read_rows, file, tensor)
+    matrix = StoredMatrix(tensor.name, (len(raw), tensor.shape[-1]), read)
+    return torch.from_numpy(matrix.floats()).reshape(tensor.shape)

@@ -1,97 +1,156 @@
 """The header of a GGUF file: its metadata, and where its tensors lie
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-The file is a stranger's: each length, count and offset is compared with its size before anything is made of it. The
-tensors stay in the file, mapped. Needs NumPy only, so that a file is refused before the libraries of models are loaded.
+The file is a stranger's: each length, count and offset is compared with the size of the file before
+anything is made of it. The tensors stay in the file, mapped. Only NumPy is imported, so that a file
+is refused before the libraries of models are loaded.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from qsample.checkpoints.source import MAGIC, check_whole
 from qsample.checks import is_integer
 from qsample.contract.arrays import Array
 from qsample.disk.untrusted import open_plain
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 
-_LARGEST_HEADER: Final = (
-    100 << 20
-)  # bytes, as of safetensors; vocabularies of 262,144 tokens take a tenth
-_MOST_VALUES: Final = 1 << 22  # in all arrays; the same vocabularies have a third
-_MOST_NAMES: Final = 1 << 16  # of metadata, and of tensors
-_LARGEST_RANK: Final = 4
-_SCALARS: Final = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<B",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
+SUFFIX: Final = ".gguf"
+_MAGIC: Final = b"GGUF"  # the first bytes of every file
+_READ_VERSIONS: Final = (2, 3)
+_PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+# Bytes, as many as safetensors allows. Vocabularies of 262,144 tokens take a tenth of it.
+_MAX_HEADER_BYTES: Final = 100 << 20
+# The values in all arrays together. Vocabularies of 262,144 tokens have a third of them.
+_MAX_ARRAY_VALUES: Final = 1 << 22
+_MAX_NAMES: Final = 1 << 16  # keys of metadata, and also tensors
+_MAX_RANK: Final = 4
+_DEFAULT_ALIGNMENT: Final = 32  # bytes
+_MAX_ALIGNMENT: Final = 1 << 20  # bytes
+
+
+class ValueType(IntEnum):
+    """The types of metadata (gguf_metadata_value_type)."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+# The types of single values, as struct and NumPy write them.
+_SCALARS: Final[Mapping[int, str]] = {
+    ValueType.UINT8: "<B",
+    ValueType.INT8: "<b",
+    ValueType.UINT16: "<H",
+    ValueType.INT16: "<h",
+    ValueType.UINT32: "<I",
+    ValueType.INT32: "<i",
+    ValueType.FLOAT32: "<f",
+    ValueType.BOOL: "<B",
+    ValueType.UINT64: "<Q",
+    ValueType.INT64: "<q",
+    ValueType.FLOAT64: "<d",
 }
-_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
-_OTHER_KINDS: Final = {  # general.architecture or general.type
-    "clip": "a projector of images or audio; give the file of the language model, beside it",
-    "mmproj": "a projector of images or audio; give the file of the language model, beside it",
+# What a file is, and what to give instead, by its general.architecture or general.type.
+_PROJECTOR: Final = "a projector of images or audio; give the file of the language model, beside it"
+_OTHER_KINDS: Final = {
+    "clip": _PROJECTOR,
+    "mmproj": _PROJECTOR,
     "adapter": "a LoRA adapter; give the model's file, and merge an adapter in PEFT's format (adapter=)",
     "controlvector": "a control vector; give a model's file",
     "imatrix": "an importance matrix; give a model's file",
 }
 
 
-class Kind(NamedTuple):
-    """A type of tensors. size, length: a block has `size` weights in `length` bytes."""
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A type of tensors.
+
+    Attributes:
+        name: ggml's name.
+        size: the number of weights in a block.
+        length: the bytes of a block.
+    """
 
     name: str
     size: int
     length: int
 
 
-KINDS: Final = {  # by ggml's numbers (ggml_type in ggml.h)
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    10: Kind("Q2_K", 256, 84),
-    11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    20: Kind("IQ4_NL", 32, 18),
-    23: Kind("IQ4_XS", 256, 136),
-    30: Kind("BF16", 1, 2),
-    35: Kind("TQ2_0", 256, 66),
-    39: Kind("MXFP4", 32, 17),
-    40: Kind("NVFP4", 64, 36),
+# The types that are read, by ggml's numbers (ggml_type in ggml.h).
+TENSOR_TYPES: Final = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    20: TensorType("IQ4_NL", 32, 18),
+    23: TensorType("IQ4_XS", 256, 136),
+    30: TensorType("BF16", 1, 2),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
 }
-_NOT_READ: Final = dict(
-    zip(
-        (9, 15, 16, 17, 18, 19, 21, 22, 24, 25, 26, 27, 28, 29, 34, 41),
-        "Q8_1 Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ3_S IQ2_S I8 I16 I32 I64 F64 IQ1_M TQ1_0 Q1_0".split(),  # noqa: SIM905
-        strict=True,
-    )
-)
+# The names of the types that are not read, for messages.
+_UNREAD_TYPES: Final = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    41: "Q1_0",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a file. type: a name of `KINDS`. shape: as torch has it. offset, length: bytes in the file."""
+    """A tensor of a file.
+
+    Attributes:
+        name: llama.cpp's name.
+        type: the name of one of `TENSOR_TYPES`.
+        shape: the sizes in torch's order.
+        offset: the first byte in the file.
+        length: the number of bytes.
+    """
 
     name: str
     type: str
@@ -102,12 +161,13 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A file by its header.
+    """A file as its header describes it.
 
     Attributes:
-        path: without links.
-        metadata: numbers, bools, strings and lists of these, by key. A float32 is the shortest decimal that means it.
-        tensors: by name, in the order of the header.
+        path: the path, without links.
+        metadata: numbers, bools, strings and lists of these, by key. A float32 is the shortest
+            decimal that rounds to it.
+        tensors: the tensors by name, in the order of the header.
     """
 
     path: Path
@@ -120,168 +180,252 @@ class GgufFile:
         return str(self.metadata["general.architecture"])
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The metadata of the architecture, such as "block_count"."""
+        """A value of metadata that belongs to the architecture, such as "block_count"."""
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
     def raw(self, tensor: GgufTensor) -> Array:
-        """[rows, bytes of a row] uint8, mapped: the last axis of `tensor` is a row."""
+        """[rows, bytes of a row] uint8, mapped. A row is the last axis of the tensor."""
         rows = math.prod(tensor.shape[:-1])
-        return np.memmap(
-            self.path, np.uint8, "c", tensor.offset, (rows, tensor.length // rows)
-        ).view(np.ndarray)
+        shape = (rows, tensor.length // rows)
+        return np.memmap(self.path, np.uint8, "c", tensor.offset, shape).view(np.ndarray)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file that begins as GGUF does, whatever its name."""
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def is_part(name: str) -> bool:
+    """Whether a file's name says that it holds a part of a model."""
+    return _PART.fullmatch(name) is not None
+
+
+def check_whole(name: str, parts: Any = None) -> None:
+    """Raise UnsupportedModelError for a file that holds a part of a model.
+
+    Args:
+        name: the file.
+        parts: the number of parts that its metadata state; None: judge by its name.
+    """
+    if parts is None:
+        match = _PART.fullmatch(name)
+        parts = 1 if match is None else int(match[1])
+    if parts not in (0, 1):
+        raise UnsupportedModelError(
+            f"{name} is one of {parts!s:.20} parts of a model; join them: `llama-gguf-split --merge` with the first "
+            "part and a name for the whole"
+        )
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a header. Raises QsampleError if it is damaged, UnsupportedModelError for a file that holds no whole
-    language model, or a type of tensors that is not read."""
+    """Read a header.
+
+    Raises:
+        QsampleError: if the header is damaged.
+        UnsupportedModelError: for a file that holds no whole language model, or a type of tensors
+            that is not read.
+    """
     check_whole(str(path))
     real = path.resolve()  # ONNX Runtime opens no links, and the hub's cache consists of links
     try:
         with open_plain(real) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return GgufFile(real, *_Header(data).read(path))
+            header = _HeaderReader(data, path)
+            return GgufFile(real, header.metadata, header.tensors)
     except (ValueError, OSError) as error:
         raise QsampleError(
             f"{path} is no GGUF file that can be read: {error}; download it again"
         ) from error
 
 
-class _Header:
-    """Reads `data`, a whole file, from its start; raises ValueError where they do not fit."""
+@dataclass(frozen=True, slots=True)
+class _TensorEntry:
+    """An entry of the header's list of tensors. type_number: ggml's number. offset: from the start
+    of the data."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.at = 0
-        self.end = min(len(data), _LARGEST_HEADER)
-        self.left = _MOST_VALUES
+    name: str
+    shape: tuple[int, ...]
+    type_number: int
+    offset: int
 
-    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        magic, version = self.numbers("<4sI")
-        if magic != MAGIC:
-            raise ValueError(f"it begins with {magic!r}, not with {MAGIC!r}")
-        if version not in (2, 3):
-            big = int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3)
-            problem = "is big-endian, for other processors" if big else f"is of version {version}"
-            raise UnsupportedModelError(
-                f"{path} {problem}; little-endian files of versions 2 and 3 are read: convert the model again, with "
-                "llama.cpp's convert_hf_to_gguf.py of today"
-            )
-        tensors, entries = self.numbers("<QQ")
-        for count, what in ((tensors, "tensors"), (entries, "keys of metadata")):
-            if count > _MOST_NAMES:
-                raise ValueError(f"it says that it has {count} {what}; {_MOST_NAMES} are the most")
+
+class _HeaderReader:
+    """Reads a whole file from its start. Raises ValueError where the file contradicts itself.
+
+    Attributes:
+        metadata: as in `GgufFile`.
+        tensors: as in `GgufFile`.
+    """
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        """path: the file's name, for messages."""
+        self._data = data
+        self._path = path
+        self._position = 0
+        self._end = min(len(data), _MAX_HEADER_BYTES)
+        self._array_values_left = _MAX_ARRAY_VALUES
+        self._check_version()
+        tensor_count, key_count = self._numbers("<QQ")
+        for count, what in ((tensor_count, "tensors"), (key_count, "keys of metadata")):
+            if count > _MAX_NAMES:
+                raise ValueError(f"it says that it has {count} {what}; {_MAX_NAMES} are the most")
+        self.metadata = self._read_metadata(key_count)
+        _check_kind(path, self.metadata)
+        entries = self._read_entries(tensor_count)
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        placed = self._place(entries, alignment)
+        self.tensors = {entry.name: placed[entry.name] for entry in entries}
+
+    def _check_version(self) -> None:
+        magic, version = self._numbers("<4sI")
+        if magic != _MAGIC:
+            raise ValueError(f"it begins with {magic!r}, not with {_MAGIC!r}")
+        if version in _READ_VERSIONS:
+            return
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        problem = f"is of version {version}"
+        if swapped in (1, *_READ_VERSIONS):
+            problem = "is big-endian, for other processors"
+        raise UnsupportedModelError(
+            f"{self._path} {problem}; little-endian files of versions 2 and 3 are read: convert the model again, with "
+            "llama.cpp's convert_hf_to_gguf.py of today"
+        )
+
+    def _read_metadata(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
-        for _ in range(entries):
-            key = self.text("a key")
+        for _ in range(count):
+            key = self._text("a key")
             if key in metadata:
                 raise ValueError(f"its metadata has {shown(key)} twice")
-            (kind,) = self.numbers("<I")
-            metadata[key] = self.value(kind, shown(key))
-        _check_kind(path, metadata)
-        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        for _ in range(tensors):
-            name = self.text("the name of a tensor")
-            (rank,) = self.numbers("<I")
-            if name in found or not 1 <= rank <= _LARGEST_RANK:
-                raise ValueError(
-                    f"it has the tensor {shown(name)} {'twice' if name in found else f'of {rank} axes'}"
-                )
-            *sizes, number, offset = self.numbers(f"<{rank}QIQ")
-            found[name] = tuple(sizes[::-1]), number, offset
-        return metadata, dict(self.places(path, found, metadata.get("general.alignment", 32)))
+            (value_type,) = self._numbers("<I")
+            metadata[key] = self._value(value_type, shown(key))
+        return metadata
 
-    def places(
-        self, path: Path, found: dict[str, tuple[tuple[int, ...], int, int]], alignment: Any
-    ) -> Iterator[tuple[str, GgufTensor]]:
-        """Every tensor with its place. found: shape, type and offset by name."""
-        if not is_integer(alignment, 8, 1 << 20) or alignment & (alignment - 1):
+    def _read_entries(self, count: int) -> list[_TensorEntry]:
+        entries: list[_TensorEntry] = []
+        names: set[str] = set()
+        for _ in range(count):
+            name = self._text("the name of a tensor")
+            (rank,) = self._numbers("<I")
+            if name in names:
+                raise ValueError(f"it has the tensor {shown(name)} twice")
+            if not 1 <= rank <= _MAX_RANK:
+                raise ValueError(f"it has the tensor {shown(name)} of {rank} axes")
+            *sizes, type_number, offset = self._numbers(f"<{rank}QIQ")
+            names.add(name)
+            entries.append(_TensorEntry(name, tuple(reversed(sizes)), type_number, offset))
+        return entries
+
+    def _place(self, entries: list[_TensorEntry], alignment: Any) -> dict[str, GgufTensor]:
+        """The tensors with their places in the file, by name."""
+        if not is_integer(alignment, 8, _MAX_ALIGNMENT) or alignment & (alignment - 1):
             raise ValueError(
                 f"general.alignment is {shown(alignment)}; it must be a power of two from 8 to 2^20"
             )
-        start = -(-self.at // alignment) * alignment
-        free = 0
-        places: dict[str, GgufTensor] = {}
-        for name, (shape, number, offset) in sorted(found.items(), key=lambda item: item[1][2]):
-            kind = KINDS.get(number)
-            if kind is None:
-                raise UnsupportedModelError(
-                    f"{path}: the tensor {shown(name)} is of type {_NOT_READ.get(number, number)}; the types "
-                    f"{', '.join(known.name for known in KINDS.values())} can be read: take a file of one of these"
-                )
-            count = math.prod(shape)
-            length = count // kind.size * kind.length
-            if not count or shape[-1] % kind.size:
+        start = -(-self._position // alignment) * alignment
+        end_of_last = 0
+        placed: dict[str, GgufTensor] = {}
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            name = shown(entry.name)
+            tensor_type = self._tensor_type(entry)
+            count = math.prod(entry.shape)
+            length = count // tensor_type.size * tensor_type.length
+            if not count or entry.shape[-1] % tensor_type.size:
                 raise ValueError(
-                    f"the tensor {shown(name)} of type {kind.name} has the shape {list(shape)}"
+                    f"the tensor {name} of type {tensor_type.name} has the shape {list(entry.shape)}"
                 )
-            if start + offset + length > len(self.data):
+            if start + entry.offset + length > len(self._data):
                 raise ValueError(
-                    f"it has {len(self.data)} bytes, and the tensor {shown(name)} lies behind its end"
+                    f"it has {len(self._data)} bytes, and the tensor {name} lies behind its end"
                 )
-            if offset < free or offset % alignment:
+            if entry.offset < end_of_last or entry.offset % alignment:
                 raise ValueError(
-                    f"the tensor {shown(name)} lies within another one, or between two places"
+                    f"the tensor {name} lies within another one, or between two places"
                 )
-            free = offset + length
-            places[name] = GgufTensor(name, kind.name, shape, start + offset, length)
-        return ((name, places[name]) for name in found)
+            end_of_last = entry.offset + length
+            placed[entry.name] = GgufTensor(
+                entry.name, tensor_type.name, entry.shape, start + entry.offset, length
+            )
+        return placed
 
-    def numbers(self, form: str) -> tuple[Any, ...]:
-        begin = self.pass_over(struct.calcsize(form), "")
-        return struct.unpack_from(form, self.data, begin)
+    def _tensor_type(self, entry: _TensorEntry) -> TensorType:
+        found = TENSOR_TYPES.get(entry.type_number)
+        if found is None:
+            type_name = _UNREAD_TYPES.get(entry.type_number, entry.type_number)
+            read_names = ", ".join(known.name for known in TENSOR_TYPES.values())
+            raise UnsupportedModelError(
+                f"{self._path}: the tensor {shown(entry.name)} is of type {type_name}; the types {read_names} can be "
+                "read: take a file of one of these"
+            )
+        return found
 
-    def text(self, what: str) -> str:
-        begin = self.at + 8
-        length = int.from_bytes(self.data[self.at : begin], "little")
-        self.pass_over(8 + length, what)
+    def _numbers(self, struct_format: str) -> tuple[Any, ...]:
+        begin = self._advance(struct.calcsize(struct_format), "its header")
+        return struct.unpack_from(struct_format, self._data, begin)
+
+    def _text(self, what: str) -> str:
+        """The next string. what: its meaning, for messages."""
+        begin = self._position + 8
+        length = int.from_bytes(self._data[self._position : begin], "little")
+        self._advance(8 + length, what)
         try:
-            return self.data[begin : self.at].decode()
+            return self._data[begin : self._position].decode()
         except UnicodeDecodeError:
             raise ValueError(f"{what} is not UTF-8, at byte {begin}") from None
 
-    def value(self, kind: int, key: str) -> Any:
-        """A value of metadata. key: for messages."""
-        if kind == _STRING:
-            return self.text(key)
-        if kind == _ARRAY:
-            kind, count = self.numbers("<IQ")
-            self.left -= count
-            if self.left < 0:
-                raise ValueError(
-                    f"its metadata has more than {_MOST_VALUES} values, {count} of them in {key}"
-                )
-            if kind == _STRING:
-                return [self.text(key) for _ in range(count)]
-            return self.scalars(kind, count, key)
-        value = self.scalars(kind, 1, key)[0]
-        return float(str(np.float32(value))) if kind == _FLOAT else value
+    def _value(self, value_type: int, key: str) -> Any:
+        """The next value of metadata. key: its key, for messages."""
+        if value_type == ValueType.STRING:
+            return self._text(key)
+        if value_type == ValueType.ARRAY:
+            return self._array(key)
+        value = self._scalars(value_type, 1, key)[0]
+        if value_type == ValueType.FLOAT32:
+            return float(str(np.float32(value)))
+        return value
 
-    def scalars(self, kind: int, count: int, key: str) -> list[Any]:
-        if kind not in _SCALARS:
-            raise ValueError(f"{key} has a value of type {kind}, or arrays in an array")
-        begin = self.pass_over(count * struct.calcsize(_SCALARS[kind]), key)
-        values: list[Any] = np.frombuffer(self.data[begin : self.at], _SCALARS[kind]).tolist()
-        if kind == _BOOL:
+    def _array(self, key: str) -> list[Any]:
+        value_type, count = self._numbers("<IQ")
+        self._array_values_left -= count
+        if self._array_values_left < 0:
+            raise ValueError(
+                f"its metadata has more than {_MAX_ARRAY_VALUES} values, {count} of them in {key}"
+            )
+        if value_type == ValueType.STRING:
+            return [self._text(key) for _ in range(count)]
+        return self._scalars(value_type, count, key)
+
+    def _scalars(self, value_type: int, count: int, key: str) -> list[Any]:
+        scalar_format = _SCALARS.get(value_type)
+        if scalar_format is None:
+            raise ValueError(f"{key} has a value of type {value_type}, or arrays in an array")
+        begin = self._advance(count * struct.calcsize(scalar_format), key)
+        values: list[Any] = np.frombuffer(
+            self._data[begin : self._position], scalar_format
+        ).tolist()
+        if value_type == ValueType.BOOL:
             if not set(values) <= {0, 1}:
                 raise ValueError(f"{key} has a truth value that is neither 0 nor 1")
-            values = [value == 1 for value in values]
+            return [value == 1 for value in values]
         return values
 
-    def pass_over(self, length: int, what: str) -> int:
-        """Go on behind `length` bytes, and return where they begin."""
-        begin, self.at = self.at, self.at + length
-        if self.at > self.end:
-            place = f"{what or 'its header'} ends behind "
-            limit = (
-                "the end of the file"
-                if self.end == len(self.data)
-                else f"{_LARGEST_HEADER >> 20} MiB of header"
-            )
-            raise ValueError(place + limit)
+    def _advance(self, length: int, what: str) -> int:
+        """Go on behind the next `length` bytes, and return where they begin. what: their meaning,
+        for messages."""
+        begin = self._position
+        self._position += length
+        if self._position > self._end:
+            limit = f"{_MAX_HEADER_BYTES >> 20} MiB of header"
+            if self._end == len(self._data):
+                limit = "the end of the file"
+            raise ValueError(f"{what} ends behind {limit}")
         return begin
 
 
 def _check_kind(path: Path, metadata: dict[str, Any]) -> None:
-    """Raise an error for a file that is no language model, or a part of one."""
+    """Raise an error for a file that is not a language model, or a part of one."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"general.architecture is {shown(architecture)}; it must be a name")

@@ -1,6 +1,9 @@
-"""The metadata of a GGUF file as a configuration of transformers, and its tensors as the model's weights: a row of
-`FAMILIES` for each architecture. After llama.cpp's convert_hf_to_gguf.py, which writes such files, and src/models,
-which computes them. Needs NumPy only: what is not read is refused before the libraries of models are loaded.
+"""The metadata of a GGUF file as a configuration of transformers, and its tensors as the model's
+weights.
+
+Each architecture is a row of `FAMILIES`. The code follows llama.cpp's convert_hf_to_gguf.py, which
+writes such files, and src/models, which computes them. Only NumPy is imported: a file that cannot
+be read is refused before the libraries of models are loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,20 +24,22 @@ from qsample.checks import is_integer, is_number
 from qsample.contract.arrays import Array
 from qsample.errors import QsampleError, UnsupportedModelError, listed, shown
 
-_LARGEST: Final = (1 << 31) - 1
-_TABLE: Final = "token_embd.weight"
-_FREQUENCIES: Final = "rope_freqs.weight"
-_LONGROPE: Final = {
+_MAX_INTEGER: Final = (1 << 31) - 1
+_EMBEDDING: Final = "token_embd.weight"
+_FREQUENCY_FACTORS: Final = "rope_freqs.weight"
+# The tensors of LongRoPE's factors, by transformers' names of these.
+_LONGROPE_FACTORS: Final = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-_OF_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_MODULES: Final = {
+_LAYER_TENSOR: Final = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_MODULES_OUTSIDE_LAYERS: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER: Final = {  # modules by the names of their tensors, where a family has no other
+# The modules of a layer by the names of their tensors, unless a family has others.
+_LAYER_MODULES: Final = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -49,15 +55,36 @@ _LAYER: Final = {  # modules by the names of their tensors, where a family has n
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_GEMMA3: Final = {
+_GEMMA3_MODULES: Final = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_EXPERTS: Final = {
+# The tensors that a weight of all experts of a layer is made of.
+_EXPERT_TENSORS: Final = {
     "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
     "down_proj": ("ffn_down_exps",),
 }
+_YARN_KEYS: Final = {
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim",
+}
+# Llama 3's scaling of rotations: the context of its first models, its limits, and the factors of
+# its releases.
+_LLAMA3_CONTEXT: Final = 8192
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_LLAMA3_FACTORS: Final = (8.0, 32.0)
+_GEMMA3_27B_LAYERS: Final = 62
+
+
+class ExpertLayout(Enum):
+    """How transformers holds the gates and the up projections of a layer's experts in a single
+    weight."""
+
+    JOINED = auto()  # all rows of the gate above all rows of up
+    ALTERNATING = auto()  # rows of gate and up in turns, then transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +92,15 @@ class Family:
     """An architecture of llama.cpp as transformers has it.
 
     Attributes:
-        model_type: of the configuration.
-        settings: of the configuration, besides those of all families, which it gets.
-        modules: of a layer, besides `_LAYER` or in its place.
-        is_interleaved: whether the halves of a rotated head take turns in the rows of queries and keys.
-        norm_shift: what the file adds to the weights of norms.
-        experts: None; "joined" for gate above up; "alternating" for rows of gate and up in turns, then transposed.
+        model_type: the model_type of the configuration.
+        settings: a function of the file and the settings of all families, which gives the family's
+            other settings.
+        modules: modules of a layer by the names of their tensors, besides `_LAYER_MODULES` or in
+            their place.
+        is_interleaved: whether the halves of a rotated head take turns in the rows of queries and
+            keys.
+        norm_shift: the number that the file adds to the weights of norms.
+        experts: the layout of the experts' weights; None for a family without experts.
     """
 
     model_type: str
@@ -78,7 +108,7 @@ class Family:
     modules: Mapping[str, str] = field(default_factory=dict)
     is_interleaved: bool = False
     norm_shift: float = 0.0
-    experts: str | None = None
+    experts: ExpertLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,43 +116,49 @@ class Weight:
     """A weight of the model.
 
     Attributes:
-        tensors: of the file; gate and up of experts have a common weight.
-        order: row i of the weight is row `order[i]` of the tensor; None: as they are.
-        shift: subtracted from each number.
-        experts: as in `Family`, for the weights of experts.
+        tensors: the tensors of the file that it is made of: one, or the gate and up projections of
+            experts.
+        order: the tensor's row of each row of the weight; None for the tensor's own order.
+        shift: the number that is subtracted from each weight.
+        experts: the layout, for the weights of experts; otherwise None.
     """
 
     tensors: tuple[GgufTensor, ...]
     order: Array | None = None
     shift: float = 0.0
-    experts: str | None = None
+    experts: ExpertLayout | None = None
 
 
 def read_model(path: Path) -> GgufFile:
-    """The header of a file whose model can be read. Raises as `read_gguf` and `configuration` do."""
+    """The header of a file whose model can be read. Raises as `read_gguf` and `configuration`
+    do."""
     file = read_gguf(path)
     configuration(file)
     return file
 
 
 def describe_gguf(path: Path) -> dict[str, Any]:
-    """What a file is, JSON-ready: numbers of weights by type, the model's kind, and why it is not read, if so. Raises
-    as `read_gguf` does."""
+    """What a file is, JSON-ready: the model's kind and sizes, the numbers of weights by type, and
+    why the model cannot be read, or None. Raises as `read_gguf` does."""
     file = read_gguf(path)
+    refusal = None
     try:
-        problem = None
         weights_of(file, configuration(file))
     except QsampleError as error:
-        problem = str(error)
-    known = {name: file.metadata.get(f"general.{name}") for name in ("architecture", "name")}
-    sizes = {
-        name: file.value(name) for name in ("block_count", "embedding_length", "context_length")
+        refusal = str(error)
+    return {
+        "architecture": file.metadata.get("general.architecture"),
+        "name": file.metadata.get("general.name"),
+        "block_count": file.value("block_count"),
+        "embedding_length": file.value("embedding_length"),
+        "context_length": file.value("context_length"),
+        "weights": dict(weights_by_type(file)),
+        "refusal": refusal,
     }
-    return {**known, **sizes, "weights": dict(weights_by_type(file)), "refusal": problem}
 
 
 def weights_by_type(file: GgufFile) -> Counter[str]:
-    """Numbers of weights by the type of their tensor."""
+    """The numbers of weights by the types of their tensors."""
     types = Counter[str]()
     for tensor in file.tensors.values():
         types[tensor.type] += math.prod(tensor.shape)
@@ -130,7 +166,8 @@ def weights_by_type(file: GgufFile) -> Counter[str]:
 
 
 def family_of(file: GgufFile) -> Family:
-    """Raises UnsupportedModelError for an architecture that is not read."""
+    """The family of a file's architecture. Raises UnsupportedModelError for an architecture that is
+    not read."""
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise UnsupportedModelError(
@@ -141,23 +178,27 @@ def family_of(file: GgufFile) -> Family:
 
 
 def configuration(file: GgufFile) -> dict[str, Any]:
-    """The configuration as in a config.json, without the tokens that end a text. Raises QsampleError for metadata that
-    are missing or wrong, UnsupportedModelError for a model that is computed otherwise."""
+    """The configuration as in a config.json, without the tokens that end a text.
+
+    Raises:
+        QsampleError: for metadata that are missing or wrong.
+        UnsupportedModelError: for a model that is computed in another way.
+    """
     family = family_of(file)
-    table = file.tensors.get(_TABLE)
-    if table is None or len(table.shape) != 2:
-        raise QsampleError(f"{file.path} has no matrix {_TABLE}; download it again")
-    heads, width = _integer(file, "attention.head_count"), _integer(file, "embedding_length")
-    size = _integer(file, "attention.key_length", width // heads)
-    rotated = _integer(file, "rope.dimension_count", size)
+    embedding = file.tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise QsampleError(f"{file.path} has no matrix {_EMBEDDING}; download it again")
+    heads = _integer(file, "attention.head_count")
+    width = _integer(file, "embedding_length")
+    head_dim = _integer(file, "attention.key_length", width // heads)
+    rotated = _integer(file, "rope.dimension_count", head_dim)
     layers = _integer(file, "block_count")
     if layers > len(file.tensors):
         raise QsampleError(
             f"{file.path} has {len(file.tensors)} tensors for {layers} layers; download it again"
         )
-    if _integer(file, "attention.value_length", size) != size or (
-        rotated != size and family.model_type != "phi3"
-    ):
+    values_differ = _integer(file, "attention.value_length", head_dim) != head_dim
+    if values_differ or (rotated != head_dim and family.model_type != "phi3"):
         raise UnsupportedModelError(
             f"{file.path} has keys, values and rotations of different lengths, which is not read"
         )
@@ -168,34 +209,40 @@ def configuration(file: GgufFile) -> dict[str, Any]:
     config = {
         "model_type": family.model_type,
         "dtype": "float32",
-        "vocab_size": table.shape[0],
+        "vocab_size": embedding.shape[0],
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _integer(file, "attention.head_count_kv", heads),
-        "head_dim": size,
+        "head_dim": head_dim,
         "intermediate_size": _integer(
             file, "feed_forward_length", file.value("expert_feed_forward_length")
         ),
         "max_position_embeddings": _integer(file, "context_length"),
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file, size, rotated),
+        "rope_parameters": _rope(file, head_dim, rotated),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": _token(file, "bos"),
         "pad_token_id": _token(file, "padding"),
     }
-    for setting, tensor in (
-        ("attention_bias", "blk.0.attn_q.bias"),
-        ("mlp_bias", "blk.0.ffn_gate.bias"),
-    ):
-        if tensor in file.tensors:
-            config[setting] = True
+    if "blk.0.attn_q.bias" in file.tensors:
+        config["attention_bias"] = True
+    if "blk.0.ffn_gate.bias" in file.tensors:
+        config["mlp_bias"] = True
     return config | family.settings(file, config)
 
 
 def weights_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights by their names in the model, for a `configuration`. Raises UnsupportedModelError for tensors that are
-    unknown: the model would not be computed without them."""
+    """The weights by their names in the model.
+
+    Args:
+        file: the file.
+        config: the file's `configuration`.
+
+    Raises:
+        UnsupportedModelError: for tensors that are unknown, because the model would be computed
+            without them.
+    """
     family = family_of(file)
     weights: dict[str, Weight] = {}
     unknown = []
@@ -204,9 +251,7 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
         if target is not None:
             shift = family.norm_shift if "norm" in name else 0.0
             weights[target] = Weight((tensor,), _order(file, family, tensor, config), shift)
-        elif name not in (_FREQUENCIES, *_LONGROPE.values()) and not (
-            family.experts and "_exps." in name
-        ):
+        elif not _is_read_elsewhere(family, name):
             unknown.append(name)
     if unknown:
         raise UnsupportedModelError(
@@ -218,22 +263,32 @@ def weights_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Weight]:
     return weights
 
 
+def _is_read_elsewhere(family: Family, name: str) -> bool:
+    """Whether a tensor belongs to the rotary embedding or to the experts."""
+    if name == _FREQUENCY_FACTORS or name in _LONGROPE_FACTORS.values():
+        return True
+    return family.experts is not None and "_exps." in name
+
+
 def _target(family: Family, name: str) -> str | None:
     """The model's name of a tensor; None if it has none."""
-    modules = {**_LAYER, **family.modules}
-    if (match := _OF_LAYER.fullmatch(name)) and match[2] in modules:
+    modules = {**_LAYER_MODULES, **family.modules}
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is not None and match[2] in modules:
         module = f"model.layers.{int(match[1])}.{modules[match[2]]}"
         return module if module.endswith(".sinks") else f"{module}.{match[3]}"
-    module, _, part = name.partition(".")
-    return (
-        f"{_MODULES[module]}.{part}" if module in _MODULES and part in ("weight", "bias") else None
-    )
+    stem, _, part = name.partition(".")
+    if stem in _MODULES_OUTSIDE_LAYERS and part in ("weight", "bias"):
+        return f"{_MODULES_OUTSIDE_LAYERS[stem]}.{part}"
+    return None
 
 
 def _order(
     file: GgufFile, family: Family, tensor: GgufTensor, config: Mapping[str, Any]
 ) -> Array | None:
-    match = _OF_LAYER.fullmatch(tensor.name)
+    """The tensor's row of each row of a weight, if the rows of its heads are interleaved; otherwise
+    None."""
+    match = _LAYER_TENSOR.fullmatch(tensor.name)
     if not family.is_interleaved or match is None or match[2] not in ("attn_q", "attn_k"):
         return None
     heads = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
@@ -246,90 +301,129 @@ def _order(
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _experts(file: GgufFile, experts: str, layers: int) -> Iterator[tuple[str, Weight]]:
+def _experts(file: GgufFile, layout: ExpertLayout, layers: int) -> Iterator[tuple[str, Weight]]:
+    """The names and weights of the experts of all layers."""
     for layer in range(layers):
-        for target, sources in _EXPERTS.items():
-            for part in ("weight", "bias"):
-                names = [f"blk.{layer}.{source}.{part}" for source in sources]
+        for target, stems in _EXPERT_TENSORS.items():
+            for part, suffix in (("weight", ""), ("bias", "_bias")):
+                names = [f"blk.{layer}.{stem}.{part}" for stem in stems]
                 found = tuple(file.tensors[name] for name in names if name in file.tensors)
-                if len({tensor.shape for tensor in found}) > 1 or 0 < len(found) < len(names):
+                if not found:
+                    continue
+                shapes = {tensor.shape for tensor in found}
+                if len(found) < len(names) or len(shapes) > 1:
                     raise QsampleError(
                         f"{file.path} has not all of {listed(names)}, of one shape; download it again"
                     )
-                suffix = "" if part == "weight" else "_bias"
-                if found:
-                    yield (
-                        f"model.layers.{layer}.mlp.experts.{target}{suffix}",
-                        Weight(found, experts=experts),
-                    )
+                name = f"model.layers.{layer}.mlp.experts.{target}{suffix}"
+                yield name, Weight(found, experts=layout)
 
 
-def _rope(file: GgufFile, size: int, rotated: int) -> dict[str, Any]:
-    """The rotary embedding, `rotated` of the `size` numbers of a head. Keys: LLM_KV_ROPE_* of llama.cpp."""
-    theta = _number(file, "rope.freq_base", 1e6 if file.architecture == "gemma3" else 1e4)
-    factor = _number(file, "rope.scaling.factor", file.value("rope.scale_linear", 0.0))
-    kind = str(file.value("rope.scaling.type", "linear"))
-    first_context = _integer(
-        file, "rope.scaling.original_context_length", file.value("context_length")
-    )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if rotated != size:
-        rope["partial_rotary_factor"] = rotated / size
-    if any(name in file.tensors for name in _LONGROPE.values()) or kind == "longrope":
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": first_context}
-        rope |= {key: _factors(file, name, rotated) for key, name in _LONGROPE.items()}
-        if file.value("rope.scaling.attn_factor") is not None:
-            rope["attention_factor"] = _number(file, "rope.scaling.attn_factor")
-    elif kind == "yarn":
-        rope |= {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": first_context,
-        }
-        names = {
-            "yarn_beta_fast": "beta_fast",
-            "yarn_beta_slow": "beta_slow",
-            "yarn_attn_factor": "attention_factor",
-        }
-        for theirs, ours in {**names, "yarn_log_multiplier": "mscale_all_dim"}.items():
-            if file.value(f"rope.scaling.{theirs}") is not None:
-                rope[ours] = _number(file, f"rope.scaling.{theirs}")
-        if "mscale_all_dim" in rope:
-            rope["mscale"] = 1.0
-    elif kind not in ("linear", "none"):
-        raise UnsupportedModelError(
-            f"{file.path}: its rotary embedding is scaled by {shown(kind)}, which is not read"
-        )
-    elif kind == "linear" and factor not in (0.0, 1.0):
-        rope |= {"rope_type": "linear", "factor": factor}
-    if _FREQUENCIES in file.tensors:
+def _rope(file: GgufFile, head_dim: int, rotated: int) -> dict[str, Any]:
+    """The rotary embedding as transformers' rope_parameters (LLM_KV_ROPE_* of llama.cpp).
+
+    Args:
+        file: the file.
+        head_dim: the numbers of a head.
+        rotated: how many of these are rotated.
+    """
+    rope = _scaled_rope(file, rotated)
+    rope["rope_theta"] = _rope_theta(file)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if _FREQUENCY_FACTORS in file.tensors:
         if rope["rope_type"] != "default":
             raise UnsupportedModelError(
                 f"{file.path}: its rotary embedding is scaled in two ways, which is not read"
             )
-        rope |= _by_factors(_factors(file, _FREQUENCIES, rotated), theta, first_context)
+        factors = _factors(file, _FREQUENCY_FACTORS, rotated)
+        rope |= _rope_of_factors(factors, rope["rope_theta"], _first_context(file))
     return rope
 
 
-def _by_factors(factors: list[float], theta: float, context: int) -> dict[str, Any]:
-    """Wavelengths times `factors`: those of Llama 3, if some factor gives them; otherwise any, as LongRoPE has them."""
+def _rope_theta(file: GgufFile) -> float:
+    return _number(file, "rope.freq_base", 1e6 if file.architecture == "gemma3" else 1e4)
+
+
+def _first_context(file: GgufFile) -> int:
+    """The context length before the rotary embedding was scaled."""
+    whole = file.value("context_length")
+    return _integer(file, "rope.scaling.original_context_length", whole)
+
+
+def _scaled_rope(file: GgufFile, rotated: int) -> dict[str, Any]:
+    """The rope_type, and the parameters of its scaling."""
+    scaling = str(file.value("rope.scaling.type", "linear"))
+    first_context = _first_context(file)
+    factor = _number(file, "rope.scaling.factor", file.value("rope.scale_linear", 0.0))
+    has_longrope_factors = any(name in file.tensors for name in _LONGROPE_FACTORS.values())
+    if has_longrope_factors or scaling == "longrope":
+        return _longrope(file, rotated, first_context)
+    if scaling == "yarn":
+        return _yarn(file, factor, first_context)
+    if scaling not in ("linear", "none"):
+        raise UnsupportedModelError(
+            f"{file.path}: its rotary embedding is scaled by {shown(scaling)}, which is not read"
+        )
+    if scaling == "linear" and factor not in (0.0, 1.0):
+        return {"rope_type": "linear", "factor": factor}
+    return {"rope_type": "default"}
+
+
+def _longrope(file: GgufFile, rotated: int, first_context: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": first_context,
+    }
+    for key, tensor in _LONGROPE_FACTORS.items():
+        rope[key] = _factors(file, tensor, rotated)
+    if file.value("rope.scaling.attn_factor") is not None:
+        rope["attention_factor"] = _number(file, "rope.scaling.attn_factor")
+    return rope
+
+
+def _yarn(file: GgufFile, factor: float, first_context: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": first_context,
+    }
+    for theirs, ours in _YARN_KEYS.items():
+        if file.value(f"rope.scaling.{theirs}") is not None:
+            rope[ours] = _number(file, f"rope.scaling.{theirs}")
+    if "mscale_all_dim" in rope:
+        rope["mscale"] = 1.0
+    return rope
+
+
+def _rope_of_factors(factors: list[float], theta: float, context: int) -> dict[str, Any]:
+    """Wavelengths that are multiplied by factors: Llama 3's if one of its scalings gives these
+    factors, otherwise any factors, in the form of LongRoPE."""
     count = len(factors)
     wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
-    first, low, high = 8192, 1.0, 4.0
-    for factor in (8.0, 32.0):
-        smooth = np.clip((first / wavelengths - low) / (high - low), 0, 1)
+    position = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    smooth = np.clip(position, 0, 1)
+    for factor in _LLAMA3_FACTORS:
         if np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-5):
-            limits = {
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": first,
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LLAMA3_LOW,
+                "high_freq_factor": _LLAMA3_HIGH,
+                "original_max_position_embeddings": _LLAMA3_CONTEXT,
             }
-            return {"rope_type": "llama3", "factor": factor, **limits}
-    numbers = {"factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": context}
-    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, **numbers}
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": context,
+    }
 
 
 def _factors(file: GgufFile, name: str, rotated: int) -> list[float]:
+    """The numbers of a tensor of factors, one for each rotated pair."""
     tensor = file.tensors.get(name)
     if tensor is None or tensor.type != "F32" or tensor.shape != (rotated // 2,):
         raise QsampleError(
@@ -340,43 +434,45 @@ def _factors(file: GgufFile, name: str, rotated: int) -> list[float]:
     return factors
 
 
+# The functions below give the settings of a family, from a file and the settings of all families.
+
+
 def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    window, layers = (
-        _integer(file, "attention.sliding_window", 0, least=0),
-        config["num_hidden_layers"],
-    )
+    layers = config["num_hidden_layers"]
+    window = _integer(file, "attention.sliding_window", 0, least=0)
     period = _integer(file, "attention.sliding_window_pattern", 6)
-    kinds = [
-        "sliding_attention" if window and i % period else "full_attention"
-        for i in range(1, layers + 1)
-    ]
-    local = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
-    # The model of 62 layers, 27B, scales by the width (llama_model_gemma3 in llama.cpp).
-    scaled_by = (
-        config["hidden_size"] // config["num_attention_heads"]
-        if layers == 62
-        else config["head_dim"]
-    )
+    layer_types = ["full_attention"] * layers
+    if window:
+        for layer in range(layers):
+            if (layer + 1) % period:
+                layer_types[layer] = "sliding_attention"
+    local_rope = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
+    query_scalar = config["head_dim"]
+    if layers == _GEMMA3_27B_LAYERS:  # llama_model_gemma3 in llama.cpp
+        query_scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
-        "sliding_window": window
-        or config["max_position_embeddings"],  # transformers takes no model without one
-        "layer_types": kinds,
+        # transformers accepts no model without a window.
+        "sliding_window": window or config["max_position_embeddings"],
+        "layer_types": layer_types,
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
-            "sliding_attention": local,
+            "sliding_attention": local_rope,
         },
-        "query_pre_attn_scalar": scaled_by,
+        "query_pre_attn_scalar": query_scalar,
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
     }
 
 
 def _phi3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    first = config["rope_parameters"].get(
-        "original_max_position_embeddings", config["max_position_embeddings"]
-    )
+    whole = config["max_position_embeddings"]
     window = _integer(file, "attention.sliding_window", 0, least=0)
-    return {"sliding_window": window or None, "original_max_position_embeddings": first}
+    return {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": config["rope_parameters"].get(
+            "original_max_position_embeddings", whole
+        ),
+    }
 
 
 def _granite(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,33 +520,38 @@ FAMILIES: Final = {
     "llama": Family("llama", is_interleaved=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
-    "gemma3": Family("gemma3_text", _gemma3, _GEMMA3, norm_shift=1.0),
+    "gemma3": Family("gemma3_text", _gemma3, _GEMMA3_MODULES, norm_shift=1.0),
     "mistral3": Family("mistral", _mistral3, is_interleaved=True),
     "phi3": Family("phi3", _phi3, {"ffn_up": "mlp.gate_up_proj"}),
     "granite": Family("granite", _granite, is_interleaved=True),
-    "qwen3moe": Family("qwen3_moe", _qwen3moe, experts="joined"),
+    "qwen3moe": Family("qwen3_moe", _qwen3moe, experts=ExpertLayout.JOINED),
     "gpt-oss": Family(
         "gpt_oss",
         _gpt_oss,
         {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-        experts="alternating",
+        experts=ExpertLayout.ALTERNATING,
     ),
 }
 
 
 def _token(file: GgufFile, name: str) -> int | None:
+    """The id of a special token; None if there is no such id in the vocabulary."""
     value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return value if is_integer(value, 0, file.tensors[_TABLE].shape[0] - 1) else None
+    return value if is_integer(value, 0, file.tensors[_EMBEDDING].shape[0] - 1) else None
 
 
 def _integer(file: GgufFile, name: str, default: Any = None, *, least: int = 1) -> int:
+    """An integer among the architecture's metadata. Raises QsampleError for another value, or one
+    below `least`."""
     value = file.value(name, default)
-    if not is_integer(value, least, _LARGEST):
+    if not is_integer(value, least, _MAX_INTEGER):
         raise _wrong(file, name, value, f"an integer >= {least}, the same for all layers")
     return value
 
 
 def _number(file: GgufFile, name: str, default: float | None = None) -> float:
+    """A number, 0 or more, among the architecture's metadata. Raises QsampleError for another
+    value."""
     value = file.value(name, default)
     if not is_number(value, 0, 1e30):
         raise _wrong(file, name, value, "a number >= 0")
@@ -458,6 +559,7 @@ def _number(file: GgufFile, name: str, default: float | None = None) -> float:
 
 
 def _wrong(file: GgufFile, name: str, value: Any, accepted: str) -> QsampleError:
+    """The error for a value of metadata. accepted: the accepted values, behind "it must be"."""
     return QsampleError(
         f"{file.path}: {file.architecture}.{name} is {shown(value)}; it must be {accepted}. Download the file again, "
         "or give the checkpoint that it was made of"

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qsample.addons.formats.gguf.file import KINDS, read_gguf
-from qsample.checkpoints.source import is_gguf
+from qsample.addons.formats.gguf.file import TENSOR_TYPES, is_gguf, read_gguf
 from qsample.errors import QsampleError, UnsupportedModelError
 
 gguf = pytest.importorskip("gguf")
@@ -89,9 +88,11 @@ def test_a_file_of_the_gguf_package(tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_types() -> None:
-    assert {number: (kind.name, kind.size, kind.length) for number, kind in KINDS.items()} == {
+    assert {
+        number: (kind.name, kind.size, kind.length) for number, kind in TENSOR_TYPES.items()
+    } == {
         int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind])
-        for kind in map(gguf.GGMLQuantizationType, KINDS)
+        for kind in map(gguf.GGMLQuantizationType, TENSOR_TYPES)
     }
 
 

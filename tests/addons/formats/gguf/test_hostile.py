@@ -1,4 +1,5 @@
-"""GGUF files whose header or metadata were changed: each is a clear error that names the file, or another model."""
+"""GGUF files whose header or metadata were changed: each is a clear error that names the file, or
+another model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of GGUF files against what llama.cpp itself computes of the same files (`scripts/gguf_fixtures.py`)."""
+"""Models of GGUF files against what llama.cpp itself computes of the same files
+(`scripts/gguf_fixtures.py`)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_logits_and_greedy_tokens_of_float_files(name: str, tmp_path: Path) -> N
 
 
 def test_a_file_that_llama_cpp_quantized() -> None:
-    """llama.cpp rounds activations to 8 bits, so its logits are only near those of the file's weights."""
+    """llama.cpp rounds activations to 8 bits, so its logits are only near those of the file's
+    weights."""
     file = read_model(QUANTIZED)
     assert Counter(tensor.type for tensor in file.tensors.values()) == {
         "F32": 3, "Q4_K": 4, "Q6_K": 2, "Q5_0": 1, "Q8_0": 1

@@ -27,7 +27,8 @@ SETTINGS: dict[str, Any] = {
 def some_file(
     architecture: str = "llama", tensors: dict[str, tuple[int, ...]] | None = None, **changed: Any
 ) -> GgufFile:
-    """A file of a single layer; the keys of `changed` have __ in place of a dot, and None leaves a key out."""
+    """A file of a single layer; the keys of `changed` have __ in place of a dot, and None leaves a
+    key out."""
     settings = SETTINGS | {name.replace("__", "."): value for name, value in changed.items()}
     metadata = {
         f"{architecture}.{name}": value for name, value in settings.items() if value is not None

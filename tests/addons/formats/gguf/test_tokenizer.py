@@ -1,4 +1,5 @@
-"""Tokenizers of GGUF files against the tokens that llama.cpp itself made (`scripts/gguf_fixtures.py`)."""
+"""Tokenizers of GGUF files against the tokens that llama.cpp itself made
+(`scripts/gguf_fixtures.py`)."""
 
 from __future__ import annotations
 

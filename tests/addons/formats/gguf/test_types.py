@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.addons.formats.gguf.file import KINDS, GgufFile, GgufTensor
+from qsample.addons.formats.gguf.file import TENSOR_TYPES, GgufFile, GgufTensor
 from qsample.addons.formats.gguf.types import FLOATS, read_rows, unpack
 from qsample.errors import QsampleError
 
 gguf = pytest.importorskip("gguf")
-PACKED = [kind for kind in KINDS.values() if kind.name not in FLOATS]
+PACKED = [kind for kind in TENSOR_TYPES.values() if kind.name not in FLOATS]
 # Where a block has float16 numbers, and the numbers that may be special.
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),

@@ -1,0 +1,148 @@
+"""The keywords of `from_pretrained`: checked when they enter, and sorted into the features of a
+graph, options of the hub, and a request for a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from qsample.checkpoints.source import HubOptions
+from qsample.contract.interface import Features
+from qsample.huggingface.facade import choose_dtype
+from qsample.models.sources import SourceRequest
+from qsample.package.signature import TrustedKeys
+from qsample.request.qefficient import read_config
+from qsample.request.refusals import check_from_pretrained
+
+
+class DownloadKeywords(TypedDict, total=False):
+    """How the hub is read; fields of `HubOptions`."""
+
+    revision: str | None
+    cache_dir: str | Path | None
+    token: str | bool | None
+    local_files_only: bool
+
+
+class HubKeywords(DownloadKeywords, total=False):
+    """All fields of `HubOptions`."""
+
+    trust_remote_code: bool
+
+
+class FeatureKeywords(TypedDict, total=False):
+    """The features of a graph, fields of `interface.Features` under their names in Python."""
+
+    include_sampler: bool
+    return_pdfs: bool
+    logit_bias: bool
+    allowed_tokens: bool
+    logprobs: bool
+    top_logprobs: int
+    filters: Sequence[str]
+    filter_order: str | None
+    max_loras: int
+    max_lora_rank: int
+
+
+class OpenKeywords(FeatureKeywords, HubKeywords, total=False):
+    """All keywords of `from_pretrained`."""
+
+    for_serving: bool
+    qaic_config: Mapping[str, Any] | None
+    dtype: Any
+    torch_dtype: Any
+    device_map: Any
+    tokenizer: str | None
+    provider: str | None
+    adapter: str | Path | None
+    file: str | None
+    gguf_file: str | None
+    text_only: bool
+    trusted_keys: TrustedKeys | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOptions:
+    """What the keywords of `from_pretrained` ask for.
+
+    Attributes:
+        source: the model to open.
+        features: the features of its graph.
+        states_filter_order: whether the caller chose the filter order; otherwise a package's own is
+            accepted.
+        provider: the execution provider of `generate`; None for the default.
+        device_map: transformers' choice of a device.
+        trusted_keys: the keys of which one has signed the package; None accepts every package.
+    """
+
+    source: SourceRequest
+    features: Features
+    states_filter_order: bool
+    provider: str | None
+    device_map: Any
+    trusted_keys: TrustedKeys | None
+
+
+def read_keywords(name: str, keywords: OpenKeywords, *, images: bool | None) -> OpenOptions:
+    """What the keywords of `from_pretrained` ask for.
+
+    Args:
+        name: the hub id, folder or file to open.
+        keywords: the keywords as they were given; the names of transformers and QEfficient may be
+            among them.
+        images: whether images are read, too; None: if they can be.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for a keyword of transformers that asks
+            for something.
+        TypeError: for an unknown keyword.
+    """
+    known = OpenKeywords.__optional_keys__
+    others = {key: value for key, value in keywords.items() if key not in known}
+    check_from_pretrained(others, known)
+    dtype = choose_dtype(keywords.get("dtype"), keywords.get("torch_dtype"))
+    features = _features(keywords)
+    adapter = keywords.get("adapter")
+    source = SourceRequest(
+        name=name,
+        file=keywords.get("file"),
+        gguf_file=keywords.get("gguf_file"),
+        dtype=dtype,
+        tokenizer=keywords.get("tokenizer", "auto"),
+        adapter=None if adapter is None else str(adapter),
+        images=images,
+        text_only=keywords.get("text_only", False),
+        hub=hub_options(keywords),
+    )
+    return OpenOptions(
+        source=source,
+        features=features,
+        states_filter_order=keywords.get("filter_order") is not None,
+        provider=keywords.get("provider"),
+        device_map=keywords.get("device_map"),
+        trusted_keys=keywords.get("trusted_keys"),
+    )
+
+
+def hub_options(keywords: DownloadKeywords) -> HubOptions:
+    """How the hub is read, by the keywords among others. Raises ValueError for a value of another
+    type."""
+    names = {entry.name for entry in fields(HubOptions)}
+    given: dict[str, Any] = {name: value for name, value in keywords.items() if name in names}
+    return HubOptions(**given)
+
+
+def _features(keywords: OpenKeywords) -> Features:
+    """The features of the graph, by the keywords among others. Raises ValueError for a value that
+    is not accepted."""
+    names = {entry.metadata.get("argument", entry.name): entry.name for entry in fields(Features)}
+    given: dict[str, Any] = {
+        names[argument]: value for argument, value in keywords.items() if argument in names
+    }
+    if given.get("filter_order") is None:
+        given.pop("filter_order", None)
+    features = replace(Features(**given), **read_config(keywords.get("qaic_config") or {}))
+    return features.for_serving() if keywords.get("for_serving") else features
