@@ -112,6 +112,7 @@ def test_the_runtime_side_imports_where_the_export_side_is_missing() -> None:
     import_without(HEAVY, "qsample.runtime.engine, qsample.runtime.causal_lm, qsample.ort.session")
 
 
+@pytest.mark.ci
 def test_graphs_are_made_where_torch_is_missing() -> None:
     modules = "exporters.portable", "exporters.parity", "compiler.compile", "compiler.targets.cuda"
     import_without(

@@ -62,6 +62,7 @@ def test_guessed_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+@pytest.mark.ci
 def test_bench_with_an_image(run: Any, smolvlm_package: Path) -> None:
     counts = ("--prompt-tokens", 4, "--new-tokens", 2, "--repetitions", 1, "--batch", 2)
     status, out, err = run("bench", smolvlm_package, "--image", "48x20", *counts, "--json")

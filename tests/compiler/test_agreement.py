@@ -172,6 +172,7 @@ def test_over_a_float_cache_guesses_change_the_last_bits(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.ci
 def test_guesses_change_nothing_unless_the_attention_counts_wrong(
     small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

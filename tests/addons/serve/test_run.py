@@ -85,6 +85,7 @@ def test_a_wrong_setting_is_wrong_usage() -> None:
     assert main(["serve", "nowhere", "--tool-call-parser", "foo"]) == 2
 
 
+@pytest.mark.ci
 def test_sigterm_lets_answers_end(
     start_server: Callable[..., ServerProcess], served_model: CausalLM
 ) -> None:
@@ -106,6 +107,7 @@ def test_sigterm_lets_answers_end(
     assert text == output.texts[0]
 
 
+@pytest.mark.ci
 def test_what_runs_after_the_drain_timeout_is_told_so(
     start_server: Callable[..., ServerProcess],
 ) -> None:

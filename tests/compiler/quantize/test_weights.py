@@ -331,6 +331,7 @@ def test_names_of_matrices(layers: int, adapts: bool) -> None:
     assert layers_of(model.graph) == layers
 
 
+@pytest.mark.ci
 def test_a_package_with_adapters_has_the_bits_of_one_without(
     bundled_package: Path, adapted_server_package: Path, tmp_path: Path
 ) -> None:
