@@ -1,5 +1,5 @@
-"""An answer on the wire: a choice of a completion or of a chat. It consists of the events that new tokens make certain;
-a whole answer is their sum."""
+"""An answer as a client gets it: a choice of a completion or of a chat. It consists of the events
+that new tokens make certain, and a whole answer is their sum."""
 
 from __future__ import annotations
 
@@ -20,48 +20,82 @@ from qsample.runtime import Delta, RequestOutput
 
 Event = dict[str, Any]
 
-_LEAST_LOGPROB: Final = -9999.0  # OpenAI's number for an impossible token; JSON has no infinity
-_TOP_IDS, _TOP_VALUES = (spec.name for spec in TOP_LOGPROB_OUTPUTS)
+# This is OpenAI's number for an impossible token, because JSON has no infinity.
+_MIN_LOGPROB: Final = -9999.0
+_TOP_IDS: Final = TOP_LOGPROB_OUTPUTS[0].name
+_TOP_VALUES: Final = TOP_LOGPROB_OUTPUTS[1].name
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What the model says of the n tokens of a prompt. `outputs`: the package's optional outputs by name, [n - 1, ...],
-    from the second token on; empty for a prompt of a single token."""
+    """The log-probabilities of the n tokens of a prompt.
+
+    Attributes:
+        token_ids: the tokens of the prompt.
+        outputs: the package's optional outputs by name, [n - 1, ...], from the second token on.
+            They are empty for a prompt of a single token.
+    """
 
     token_ids: Sequence[int]
     outputs: Mapping[str, Array]
 
-    def told(self, texts: TokenTexts, top: int) -> list[Event | None]:
-        """In vLLM's form: for each token the `top` likeliest tokens in its place, and itself, by token id; None for the
-        first. A token's rank is None if it is not among the alternatives that the package returns."""
-        ids, values = self.outputs.get(_TOP_IDS), self.outputs.get(_TOP_VALUES)
-        found: list[Event | None] = [None]
+    def entries(self, texts: TokenTexts, num_alternatives: int) -> list[Event | None]:
+        """The scores in vLLM's form: for each token the likeliest tokens in its place, and the
+        token itself, by token id; None for the first token.
+
+        A token's rank is None if it is not among the alternatives that the package returns.
+        """
+        entries: list[Event | None] = [None]
         for place, token in enumerate(self.token_ids[1:]):
-            ranked: dict[int, tuple[float, int | None]] = {}
-            if ids is not None and values is not None:
-                pairs = zip(ids[place].tolist(), values[place].tolist(), strict=True)
-                ranked = {
-                    other: (value, rank) for rank, (other, value) in enumerate(pairs, start=1)
-                }
-            own = ranked.get(token, (float(self.outputs[LOGPROBS.name][place, 0]), None))
-            entries = {**dict(list(ranked.items())[:top]), token: own}
-            found.append(
-                {
-                    str(other): {
-                        "logprob": _finite(value),
-                        "rank": rank,
-                        "decoded_token": texts.of(other)[0],
-                    }
-                    for other, (value, rank) in entries.items()
-                }
-            )
-        return found
+            alternatives = self._alternatives(place)
+            shown = alternatives[:num_alternatives]
+            own = next((ranked for ranked in alternatives if ranked.token == token), None)
+            if own is None:
+                logprob = float(self.outputs[LOGPROBS.name][place, 0])
+                own = _RankedToken(token, logprob, None)
+            if own not in shown:
+                shown.append(own)
+            entries.append({str(ranked.token): ranked.as_json(texts) for ranked in shown})
+        return entries
+
+    def _alternatives(self, place: int) -> list[_RankedToken]:
+        """The likeliest tokens in a place, the likeliest first."""
+        ids = self.outputs.get(_TOP_IDS)
+        values = self.outputs.get(_TOP_VALUES)
+        if ids is None or values is None:
+            return []
+        pairs = zip(ids[place].tolist(), values[place].tolist(), strict=True)
+        return [
+            _RankedToken(token, logprob, rank)
+            for rank, (token, logprob) in enumerate(pairs, start=1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedToken:
+    """A token, its log-probability, and its place among the likeliest tokens, from 1 on."""
+
+    token: int
+    logprob: float
+    rank: int | None
+
+    def as_json(self, texts: TokenTexts) -> Event:
+        return {
+            "logprob": _finite(self.logprob),
+            "rank": self.rank,
+            "decoded_token": texts.of(self.token)[0],
+        }
 
 
 class Choice(ABC):
-    """An answer as events. `kind`, `chunk`: OpenAI's names of a whole answer and of an event. `prefix`: of a request's
-    id. `content`: an event's field with the text. `scores`: of the prompt, if requested; set before `start`."""
+    """An answer as events.
+
+    Attributes:
+        kind, chunk: OpenAI's names of a whole answer and of an event.
+        prefix: the beginning of a request's id.
+        content: the field of an event that has the text.
+        scores: the scores of the prompt, if the request asks for them. They are set before `start`.
+    """
 
     kind: ClassVar[str]
     chunk: ClassVar[str]
@@ -73,8 +107,8 @@ class Choice(ABC):
     ) -> None:
         self._index = index
         self._model = model
-        self._top = body.num_alternatives
-        self._prompt_top = body.prompt_logprobs
+        self._num_alternatives = body.num_alternatives
+        self._num_prompt_alternatives = body.prompt_logprobs
         self._prompt_ids = prompt if body.return_token_ids else None
         self.scores: PromptScores | None = None
 
@@ -84,52 +118,72 @@ class Choice(ABC):
 
     @abstractmethod
     def _content(self, delta: Delta | RequestOutput) -> Event:
-        """The text that new tokens make certain, and their log-probabilities and ids if the request asks for them."""
+        """The text that new tokens make certain, and their log-probabilities and ids if the request
+        asks for them."""
 
     @abstractmethod
     def end(self, output: RequestOutput) -> list[Event]:
-        """The last events; the last of them has the finish reason."""
+        """The last events. The last of them has the finish reason."""
 
     def piece(self, delta: Delta) -> list[Event]:
         """The events that a delta makes certain."""
         event = self._content(delta)
         if not delta.token_ids:
             event["logprobs"] = None
-        return [event] if event[self.content] or event["logprobs"] or event.get("token_ids") else []
+        if event[self.content] or event["logprobs"] or event.get("token_ids"):
+            return [event]
+        return []
 
     def whole(self, output: RequestOutput) -> Event:
         """The whole answer."""
-        return reduce(added, [*self.start(), self._content(output), *self.end(output)])
+        events = [*self.start(), self._content(output), *self.end(output)]
+        return reduce(joined_events, events)
 
     def failed(self, error: ApiError) -> list[Event]:
         """The events of an error."""
         return [error.body()]
 
     def outer(self) -> Event:
-        """Fields next to the choices, of the whole answer or of the first event."""
+        """The fields next to the choices, of the whole answer or of the first event."""
         return {}
 
     def _end(self, output: RequestOutput) -> Event:
-        """OpenAI's finish reason ("length" after a timeout, too) and vLLM's stop reason: the stop string or token that
-        ended the answer, None for the model's end of text, or "timeout"."""
-        stopped = output.finish_reason == "stop"
-        reason: str | int | None = output.stop_string if stopped else None
-        if (
-            stopped
-            and reason is None
-            and output.token_ids
-            and output.token_ids[-1] not in self._model.ends
-        ):
-            reason = output.token_ids[-1]
-        if output.finish_reason == "time":
-            reason = "timeout"
-        return {"finish_reason": "stop" if stopped else "length", "stop_reason": reason}
+        """OpenAI's finish reason, and vLLM's stop reason.
+
+        The finish reason after a timeout is "length". The stop reason is the stop string or token
+        that ended the answer, "timeout", or None for the model's end of text.
+        """
+        if output.finish_reason != "stop":
+            stop_reason = "timeout" if output.finish_reason == "time" else None
+            return {"finish_reason": "length", "stop_reason": stop_reason}
+        reason: str | int | None = output.stop_string
+        if reason is None and output.token_ids:
+            last = output.token_ids[-1]
+            reason = None if last in self._model.ends else last
+        return {"finish_reason": "stop", "stop_reason": reason}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """The parts of an answer's text.
+
+    Attributes:
+        thoughts: the thoughts, shown or not.
+        text: the text for the user.
+        calls: calls of tools, or parts of them.
+    """
+
+    thoughts: str
+    text: str
+    calls: ToolCalls
 
 
 class ChatChoice(Choice):
     """A choice of `/v1/chat/completions`."""
 
-    kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk = "chat.completion.chunk"
+    prefix = "chatcmpl"
     content = "delta"
 
     def __init__(
@@ -138,110 +192,134 @@ class ChatChoice(Choice):
         super().__init__(index, model, body, prompt)
         self._shows_thoughts = body.include_reasoning
         # A constrained answer contains no thoughts, and a message that is continued is past them.
-        thinks = body.form is None and not body.continue_final_message
-        self._reasoning = model.reasoning_reader(prompt) if thinks else None
-        self._tools: ToolReader | DemandedCalls | None = None
+        has_thoughts = body.form is None and not body.continue_final_message
+        self._reasoning_reader = model.reasoning_reader(prompt) if has_thoughts else None
+        self._tool_reader: ToolReader | DemandedCalls | None = None
         if body.demands_calls:
-            self._tools = DemandedCalls(body.demanded_function, body.tool_parameters)
+            self._tool_reader = DemandedCalls(body.demanded_function, body.tool_parameters)
         elif body.offers_tools:
-            self._tools = ToolReader(
+            self._tool_reader = ToolReader(
                 model.tool_format, body.tool_parameters, body.parallel_tool_calls is not False
             )
-        self._thoughts = ""  # so far, shown or not
-        self._calls = False  # whether the answer has any
+        self._thoughts = ""
+        self._has_calls = False
 
     def start(self) -> list[Event]:
         return [self._chunk({"role": "assistant", "content": ""})]
 
     def _content(self, delta: Delta | RequestOutput) -> Event:
-        chunk = self._chunk(self._change(*self._put(delta.text or "")))
-        if self._top is not None:
+        chunk = self._chunk(self._change(self._read(delta.text or "")))
+        if self._num_alternatives is not None:
             chunk["logprobs"] = self._logprobs(delta)
         if self._prompt_ids is not None:
             chunk["token_ids"] = delta.token_ids
         return chunk
 
     def end(self, output: RequestOutput) -> list[Event]:
-        thoughts, rest, calls = self._rest()
-        changes = [self._change(thoughts, rest, []), *({"tool_calls": [call]} for call in calls)]
+        parts = self._read_end()
+        changes = [self._change(AnswerParts(parts.thoughts, parts.text, []))]
+        changes += [{"tool_calls": [call]} for call in parts.calls]
         end = self._end(output)
-        # As in OpenAI's answers: the call of a demanded function ends with "stop", and a cut answer with "length".
-        named = isinstance(self._tools, DemandedCalls) and self._tools.name is not None
-        if self._calls and end["finish_reason"] == "stop" and not named:
+        # As in OpenAI's answers, the call of a demanded function ends with "stop", and an answer
+        # that was cut off with "length".
+        demands_a_function = (
+            isinstance(self._tool_reader, DemandedCalls) and self._tool_reader.name is not None
+        )
+        if self._has_calls and end["finish_reason"] == "stop" and not demands_a_function:
             end["finish_reason"] = "tool_calls"
-        return [*map(self._chunk, filter(None, changes)), self._chunk({}) | end]
+        events = [self._chunk(change) for change in changes if change]
+        events.append(self._chunk({}) | end)
+        return events
 
     def whole(self, output: RequestOutput) -> Event:
         choice = super().whole(output)
         message = choice.pop("delta") | {"refusal": None}
         if "tool_calls" in message:
             message["tool_calls"] = joined_calls(message["tool_calls"])
-        # As in OpenAI's and vLLM's answers: null next to calls or thoughts, not "".
-        if self._thoughts or "tool_calls" in message or isinstance(self._tools, DemandedCalls):
+        # As in OpenAI's and vLLM's answers, the content next to calls or thoughts is null, not "".
+        demands_calls = isinstance(self._tool_reader, DemandedCalls)
+        if self._thoughts or "tool_calls" in message or demands_calls:
             message["content"] = message["content"] or None
         return {"index": self._index, "message": message} | choice
 
-    def outer(self) -> Event:  # as in vLLM's answers
-        fields: Event = {} if self._prompt_ids is None else {"prompt_token_ids": self._prompt_ids}
-        if self._prompt_top is not None and self.scores is not None:
-            fields["prompt_logprobs"] = self.scores.told(self._model.token_texts, self._prompt_top)
+    def outer(self) -> Event:
+        """The fields of the prompt. vLLM's answers have them in the same place."""
+        fields: Event = {}
+        if self._prompt_ids is not None:
+            fields["prompt_token_ids"] = self._prompt_ids
+        if self._num_prompt_alternatives is not None and self.scores is not None:
+            fields["prompt_logprobs"] = self.scores.entries(
+                self._model.token_texts, self._num_prompt_alternatives
+            )
         return fields
 
-    def _put(self, text: str) -> tuple[str, str, ToolCalls]:
-        """The thoughts, the text for the user and the parts of calls that a part of the answer makes certain."""
+    def _read(self, text: str) -> AnswerParts:
+        """The parts that a piece of the answer's text makes certain."""
         thoughts = ""
-        if self._reasoning is not None:
-            thoughts, text = self._reasoning.put(text)
+        if self._reasoning_reader is not None:
+            thoughts, text = self._reasoning_reader.put(text)
         self._thoughts += thoughts
-        text, calls = (text, []) if self._tools is None else self._tools.put(text)
-        self._calls = self._calls or bool(calls)
-        return thoughts, text, calls
+        if self._tool_reader is None:
+            return AnswerParts(thoughts, text, [])
+        read = self._tool_reader.put(text)
+        self._has_calls = self._has_calls or bool(read.calls)
+        return AnswerParts(thoughts, read.text, read.calls)
 
-    def _rest(self) -> tuple[str, str, ToolCalls]:
-        """The rest of all three at the end."""
-        thoughts, text = self._reasoning.end() if self._reasoning is not None else ("", "")
+    def _read_end(self) -> AnswerParts:
+        """The rest of the parts at the end of the answer."""
+        thoughts = ""
+        text = ""
+        if self._reasoning_reader is not None:
+            thoughts, text = self._reasoning_reader.end()
         self._thoughts += thoughts
-        if self._tools is None:
-            return thoughts, text, []
-        (before, first), (rest, calls) = self._tools.put(text), self._tools.end()
-        self._calls = self._calls or bool(first or calls)
-        return thoughts, before + rest, first + calls
+        if self._tool_reader is None:
+            return AnswerParts(thoughts, text, [])
+        last = self._tool_reader.put(text)
+        rest = self._tool_reader.end()
+        calls = last.calls + rest.calls
+        self._has_calls = self._has_calls or bool(calls)
+        return AnswerParts(thoughts, last.text + rest.text, calls)
 
-    def _change(self, thoughts: str, text: str, calls: ToolCalls) -> Event:
-        """Thoughts in vLLM's field and in its former field (many clients read that), the text, and parts of calls."""
-        shown = thoughts if self._shows_thoughts else ""
-        parts = {
-            "reasoning": shown,
-            "reasoning_content": shown,
-            "content": text,
-            "tool_calls": calls,
-        }
-        return {name: part for name, part in parts.items() if part}
+    def _change(self, parts: AnswerParts) -> Event:
+        """The parts as a change of the message. Thoughts are in vLLM's field, and in its former
+        field, which many clients read."""
+        change: Event = {}
+        if parts.thoughts and self._shows_thoughts:
+            change["reasoning"] = parts.thoughts
+            change["reasoning_content"] = parts.thoughts
+        if parts.text:
+            change["content"] = parts.text
+        if parts.calls:
+            change["tool_calls"] = parts.calls
+        return change
 
     def _chunk(self, delta: Event) -> Event:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, delta: Delta | RequestOutput) -> Event:
         """An entry for each token."""
-
-        def entry(token: int, value: float) -> Event:
-            text, data = self._model.token_texts.of(int(token))
-            return {"token": text, "logprob": _finite(value), "bytes": list(data)}
-
         content = []
         for index, token in enumerate(delta.token_ids):
-            others = [entry(*pair) for pair in _likeliest(delta.outputs, index, self._top)]
-            content.append(
-                entry(token, delta.outputs[LOGPROBS.name][index, 0]) | {"top_logprobs": others}
-            )
+            entry = self._logprob_entry(token, delta.outputs[LOGPROBS.name][index, 0])
+            likeliest = _likeliest(delta.outputs, index, self._num_alternatives)
+            entry["top_logprobs"] = [
+                self._logprob_entry(other, logprob) for other, logprob in likeliest
+            ]
+            content.append(entry)
         return {"content": content, "refusal": None}
+
+    def _logprob_entry(self, token: int, logprob: float) -> Event:
+        text, data = self._model.token_texts.of(int(token))
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 class CompletionChoice(Choice):
     """A choice of `/v1/completions`."""
 
-    kind = chunk = "text_completion"
-    prefix, content = "cmpl", "text"
+    kind = "text_completion"
+    chunk = "text_completion"
+    prefix = "cmpl"
+    content = "text"
 
     def __init__(
         self,
@@ -254,21 +332,27 @@ class CompletionChoice(Choice):
         """echo: the prompt's text in front of the answer, if the request asks for it."""
         super().__init__(index, model, body, prompt)
         self._echo = echo
-        self._offset = len(echo or "")
+        self._next_text_offset = len(echo or "")
 
     def start(self) -> list[Event]:
-        choice = self._choice(self._echo or "") | {"logprobs": self._of_prompt()}
+        choice = self._choice(self._echo or "")
+        choice["logprobs"] = self._prompt_logprobs()
         if self._prompt_ids is not None:
-            choice |= {"prompt_token_ids": self._prompt_ids, "token_ids": []}
-        return [choice] if self._echo or choice["logprobs"] or "token_ids" in choice else []
+            choice["prompt_token_ids"] = self._prompt_ids
+            choice["token_ids"] = []
+        if self._echo or choice["logprobs"] or "token_ids" in choice:
+            return [choice]
+        return []
 
     def _content(self, delta: Delta | RequestOutput) -> Event:
-        choice, tokens = self._choice(delta.text or ""), delta.token_ids
-        if self._top is not None:
-            choice["logprobs"] = self._logprobs(tokens, delta.outputs, self._offset)
-            self._offset += sum(map(self._model.token_texts.width, tokens))
+        choice = self._choice(delta.text or "")
+        if self._num_alternatives is not None:
+            choice["logprobs"] = self._logprobs(
+                delta.token_ids, delta.outputs, self._next_text_offset
+            )
+            self._next_text_offset += sum(map(self._model.token_texts.width, delta.token_ids))
         if self._prompt_ids is not None:
-            choice["token_ids"] = tokens
+            choice["token_ids"] = delta.token_ids
         return choice
 
     def end(self, output: RequestOutput) -> list[Event]:
@@ -276,79 +360,91 @@ class CompletionChoice(Choice):
 
     def whole(self, output: RequestOutput) -> Event:
         choice = super().whole(output)
-        if self._prompt_top is not None and self.scores is not None:
-            choice["prompt_logprobs"] = self.scores.told(self._model.token_texts, self._prompt_top)
+        if self._num_prompt_alternatives is not None and self.scores is not None:
+            choice["prompt_logprobs"] = self.scores.entries(
+                self._model.token_texts, self._num_prompt_alternatives
+            )
         return choice
 
     def _choice(self, text: str) -> Event:
         return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _of_prompt(self) -> Event | None:
-        """The log-probabilities of the prompt in front of the answer's; the first token has none."""
-        if (
-            self._top is None
-            or self._echo is None
-            or self.scores is None
-            or not self.scores.token_ids
-        ):
+    def _prompt_logprobs(self) -> Event | None:
+        """The log-probabilities of the prompt in front of the answer's. The first token has none."""
+        if self._num_alternatives is None or self._echo is None:
             return None
-        texts, (first, *others) = self._model.token_texts, self.scores.token_ids
+        if self.scores is None or not self.scores.token_ids:
+            return None
+        texts = self._model.token_texts
+        first, *others = self.scores.token_ids
         start = {
             "tokens": [texts.of(first)[0]],
             "token_logprobs": [None],
-            "top_logprobs": [None] if self._top else None,
+            "top_logprobs": [None] if self._num_alternatives else None,
             "text_offset": [0],
         }
-        joined: Event = added(
-            start, self._logprobs(others, self.scores.outputs, texts.width(first))
-        )
-        return joined
+        rest = self._logprobs(others, self.scores.outputs, texts.width(first))
+        return dict(joined_events(start, rest))
 
-    def _logprobs(self, tokens: Sequence[int], outputs: Mapping[str, Array], offset: int) -> Event:
-        """An object for all tokens. The alternatives include the sampled token, even if it is not among the likeliest.
-        `offset`: of the first token's text in the answer."""
+    def _logprobs(
+        self, tokens: Sequence[int], outputs: Mapping[str, Array], text_offset: int
+    ) -> Event:
+        """An object for all tokens. The alternatives include the sampled token, even if it is not
+        among the likeliest.
+
+        Args:
+            tokens: the tokens.
+            outputs: the package's optional outputs by name, an entry for each token.
+            text_offset: the place of the first token's text in the answer, in characters.
+        """
         texts = self._model.token_texts
-        strings = [texts.of(token)[0] for token in tokens]
-        values = [_finite(outputs[LOGPROBS.name][index, 0]) for index in range(len(tokens))]
-        offsets = [offset]
-        for token in tokens:
-            offsets.append(offsets[-1] + texts.width(token))
-        alternatives: list[dict[str, float]] | None = None
-        if self._top:
-            alternatives = [
-                {
-                    texts.of(int(token))[0]: _finite(value)
-                    for token, value in _likeliest(outputs, index, self._top)
-                }
-                | {strings[index]: values[index]}
-                for index in range(len(tokens))
-            ]
+        strings: list[str] = []
+        values: list[float] = []
+        text_offsets: list[int] = []
+        alternatives: list[dict[str, float]] = []
+        for index, token in enumerate(tokens):
+            string = texts.of(token)[0]
+            value = _finite(outputs[LOGPROBS.name][index, 0])
+            strings.append(string)
+            values.append(value)
+            text_offsets.append(text_offset)
+            text_offset += texts.width(token)
+            likeliest = {
+                texts.of(int(other))[0]: _finite(logprob)
+                for other, logprob in _likeliest(outputs, index, self._num_alternatives)
+            }
+            alternatives.append({**likeliest, string: value})
         return {
             "tokens": strings,
             "token_logprobs": values,
-            "top_logprobs": alternatives,
-            "text_offset": offsets[:-1],
+            "top_logprobs": alternatives if self._num_alternatives else None,
+            "text_offset": text_offsets,
         }
 
 
-def added(first: Any, second: Any) -> Any:
-    """Two events as one: texts and lists follow each other, objects are joined field by field, null adds nothing, and
-    another value replaces the first."""
-    if isinstance(first, dict) and second is not None:
-        return first | {name: added(first.get(name), value) for name, value in second.items()}
-    if first is None or second is None:
-        return first if second is None else second
-    return first + second if isinstance(first, str | list) else second
+def joined_events(first: Any, second: Any) -> Any:
+    """Two events as one. Texts and lists follow each other, objects are joined field by field, null
+    adds nothing, and another value replaces the first."""
+    if second is None:
+        return first
+    if isinstance(first, dict):
+        fields = {name: joined_events(first.get(name), value) for name, value in second.items()}
+        return first | fields
+    if isinstance(first, str | list):
+        return first + second
+    return second
 
 
 def _likeliest(
-    outputs: Mapping[str, Array], index: int, top: int | None
+    outputs: Mapping[str, Array], index: int, num_alternatives: int | None
 ) -> list[tuple[int, float]]:
     """The likeliest tokens in a token's place, with their log-probabilities."""
-    if not top:
+    if not num_alternatives:
         return []
-    return [*zip(outputs[_TOP_IDS][index, :top], outputs[_TOP_VALUES][index, :top], strict=True)]
+    ids = outputs[_TOP_IDS][index, :num_alternatives]
+    values = outputs[_TOP_VALUES][index, :num_alternatives]
+    return list(zip(ids, values, strict=True))
 
 
 def _finite(value: float) -> float:
-    return max(float(value), _LEAST_LOGPROB)
+    return max(float(value), _MIN_LOGPROB)

@@ -1,9 +1,10 @@
-"""`/v1/messages`, Anthropic's API: its requests as chat completions, and answers as blocks of content with events."""
+"""`/v1/messages`, Anthropic's API: its requests as chat completions, and answers as blocks of
+content with their events."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -20,11 +21,10 @@ from qsample.addons.serve.chats import (
     NamedTool,
     Tool,
 )
-from qsample.addons.serve.choices import ChatChoice, Event
+from qsample.addons.serve.choices import AnswerParts, ChatChoice, Event
 from qsample.addons.serve.http import MESSAGES_PATH, ApiError, json_bytes
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
-from qsample.addons.serve.parsers import ToolCalls
 from qsample.addons.serve.refusals import MESSAGE_TOOL, MESSAGES
 from qsample.addons.serve.requests import (
     IGNORED,
@@ -38,18 +38,16 @@ from qsample.addons.serve.requests import (
 )
 from qsample.runtime import Delta, RequestOutput
 
-_CHOICES: Final[dict[str, Any]] = {
-    "auto": "auto",
-    "any": "required",
-    "none": "none",
-}  # of tools, in OpenAI's words
-# Who writes which blocks, and what these have to have.
-_BLOCKS: Final = {
+# The types of a tool choice in OpenAI's words.
+_TOOL_CHOICES: Final[dict[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}
+# The types of blocks that the messages of a role may have.
+_BLOCK_TYPES: Final = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-_FIELDS: Final[dict[str, dict[str, type]]] = {
+# The fields that a block of a type has to have.
+_BLOCK_FIELDS: Final[dict[str, dict[str, type]]] = {
     "text": {"text": str},
     "image": {"source": dict},
     "thinking": {"thinking": str},
@@ -62,8 +60,8 @@ _FIELDS: Final[dict[str, dict[str, type]]] = {
 def _only_client_tools(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type", "custom") not in ("custom", None):
         raise ValueError(
-            f"it is of type {tool['type']!r:.60}, and this server runs no tools itself; give a name and an "
-            "input_schema, and send back what the tool returns"
+            f"it is of type {tool['type']!r:.60}, and this server runs no tools itself; "
+            "give a name and an input_schema, and send back what the tool returns"
         )
     return tool
 
@@ -101,7 +99,7 @@ class ToolChoice(Body):
     @model_validator(mode="after")
     def _has_a_name(self) -> ToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise ValueError(f"it is of type {self.type!r}; give a name with the type tool alone")
+            raise ValueError(f"it is of type {self.type!r}; give a name only with the type tool")
         return self
 
 
@@ -109,7 +107,9 @@ class Thinking(Body):
     """Thoughts before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
-        description='"disabled" drops the thoughts, and sets enable_thinking of the template to false.'
+        description=(
+            '"disabled" drops the thoughts, and sets enable_thinking of the template to false.'
+        )
     )
     budget_tokens: Count | None = Field(default=None, description=IGNORED)
     display: Literal["summarized", "omitted"] | None = Field(
@@ -136,79 +136,97 @@ class OutputConfig(Body):
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
-    """Messages with blocks of content as those of a chat."""
+    """Messages with blocks of content as the messages of a chat."""
     if not isinstance(value, list) or not value:
         raise ValueError("give a list of messages")
     messages: list[dict[str, Any]] = []
     for place, message in enumerate(value):
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in _BLOCKS:
-            raise ValueError(f"message {place} has no role; give {', '.join(_BLOCKS)}")
-        messages += _of_blocks(
-            role, _blocks_of(message.get("content"), f"message {place}", *_BLOCKS[role]), place
-        )
+        if role not in _BLOCK_TYPES:
+            raise ValueError(f"message {place} has no role; give {', '.join(_BLOCK_TYPES)}")
+        owner = f"message {place}"
+        blocks = _blocks_of(message.get("content"), owner, _BLOCK_TYPES[role])
+        messages += _messages_of_blocks(role, blocks, owner)
     return messages
 
 
-def _blocks_of(content: Any, owner: str, *known: str) -> list[dict[str, Any]]:
-    """Blocks of content of known types; a text is a block. owner: of the content, for errors."""
+def _blocks_of(content: Any, owner: str, known_types: Sequence[str]) -> list[dict[str, Any]]:
+    """The blocks of a content. A text is a block.
+
+    Args:
+        content: the content.
+        owner: the thing that has the content, for errors.
+        known_types: the types of blocks that it may have.
+    """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise ValueError(f"{owner} has no content; give a text, or a list of blocks")
     for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in known:
-            raise ValueError(f"{owner} has a block of type {kind!r:.60}; give {', '.join(known)}")
-        for name, type_ in _FIELDS[kind].items():
-            if not isinstance(block.get(name), type_):
-                given = "a text" if type_ is str else "an object"
+        kind: Any = block.get("type") if isinstance(block, dict) else None
+        if kind not in known_types:
+            raise ValueError(
+                f"{owner} has a block of type {kind!r:.60}; give {', '.join(known_types)}"
+            )
+        for name, field_type in _BLOCK_FIELDS[kind].items():
+            if not isinstance(block.get(name), field_type):
+                remedy = "a text" if field_type is str else "an object"
                 raise ValueError(
-                    f"{owner} has a block of type {kind!r} without {name}; give {given}"
+                    f"{owner} has a block of type {kind!r} without {name}; give {remedy}"
                 )
     return content
 
 
 def _text_of(content: Any, owner: str = "it") -> str:
-    return "\n".join(block["text"] for block in _blocks_of(content, owner, "text"))
+    return "\n".join(block["text"] for block in _blocks_of(content, owner, ("text",)))
 
 
-def _of_blocks(role: str, blocks: list[dict[str, Any]], place: int) -> list[dict[str, Any]]:
-    """The messages of a chat that a message stands for: a tool's result is one there."""
-    results, parts, calls, thoughts = list[Any](), list[Any](), list[Any](), ""
+def _messages_of_blocks(
+    role: str, blocks: list[dict[str, Any]], owner: str
+) -> list[dict[str, Any]]:
+    """The messages of a chat that a message with blocks stands for. The result of a tool is a
+    message of its own there."""
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts = ""
     for block in blocks:
         match block:
             case {"type": "text" | "image"}:
                 parts.append(block)
-            case {"type": "tool_result", "tool_use_id": call}:
-                owner = f"message {place}"
-                content = _content_of(
-                    _blocks_of(block.get("content", ""), owner, "text", "image"), owner
-                )
-                results.append({"role": "tool", "tool_call_id": call, "content": content})
-            case {"type": "tool_use", "id": call, "name": name, "input": given}:
-                calls.append(
-                    {"id": call, "type": "function", "function": {"name": name, "arguments": given}}
-                )
+            case {"type": "tool_result", "tool_use_id": call_id}:
+                inner = _blocks_of(block.get("content", ""), owner, ("text", "image"))
+                content = _content_of(inner, owner)
+                results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case {"type": "tool_use", "id": call_id, "name": name, "input": arguments}:
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": call_id, "type": "function", "function": function})
             case {"type": "thinking", "thinking": thought}:
                 thoughts += thought
-    said = _content_of(parts, f"message {place}") if parts or not calls else None
-    message: dict[str, Any] = {"role": role, "content": said}
-    more: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts}
-    message |= {name: value for name, value in more.items() if value}
-    return results if results and not parts else [*results, message]
+    if results and not parts:
+        return results
+    message: dict[str, Any] = {"role": role, "content": None}
+    if parts or not calls:
+        message["content"] = _content_of(parts, owner)
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    return [*results, message]
 
 
 def _content_of(blocks: list[dict[str, Any]], owner: str) -> str | list[dict[str, Any]]:
     """Blocks of text and images as the content of a chat's message."""
     if all(block["type"] == "text" for block in blocks):
         return "\n".join(block["text"] for block in blocks)
-    return [
-        {"type": "text", "text": block["text"]}
-        if block["type"] == "text"
-        else {"type": "image_url", "image_url": {"url": _address_of(block["source"], owner)}}
-        for block in blocks
-    ]
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "text":
+            parts.append({"type": "text", "text": block["text"]})
+        else:
+            image_url = {"url": _address_of(block["source"], owner)}
+            parts.append({"type": "image_url", "image_url": image_url})
+    return parts
 
 
 def _address_of(source: dict[str, Any], owner: str) -> str:
@@ -271,51 +289,59 @@ class CountTokensRequest(GenerationRequest):
 
     @cached_property
     def chat(self) -> ChatCompletionRequest:
-        """The same as a chat completion. An assistant's message at the end is continued."""
-        same = {
+        """The request as a chat completion. An assistant's message at the end is continued."""
+        fields = {
             name: getattr(self, name)
             for name in self.model_fields_set
             if name in GenerationRequest.model_fields
         }
-        choice, config = (
-            self.tool_choice or ToolChoice(type="auto"),
-            self.output_config or OutputConfig(),
-        )
-        same_in_tools = {"name", "description", "strict"}
-        tools = [
-            Function.model_construct(
-                **tool.model_dump(include=same_in_tools), parameters=tool.input_schema
-            )
-            for tool in self.tools or []
-        ]
-        thinking, kwargs = self.thinking, dict(self.chat_template_kwargs or {})
-        if thinking is not None and thinking.type == "disabled":
-            kwargs.setdefault("enable_thinking", False)
-        schema = JsonSchema(schema=config.format.schema_) if config.format is not None else None
-        named = (
-            NamedTool(function=NamedFunction(name=choice.name)) if choice.name is not None else None
-        )
+        messages = list(self.messages)
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
         last = self.messages[-1]
+        choice = self.tool_choice or ToolChoice(type="auto")
+        config = self.output_config or OutputConfig()
+        response_format = None
+        if config.format is not None:
+            schema = JsonSchema(schema=config.format.schema_)
+            response_format = ResponseFormat(type="json_schema", json_schema=schema)
+        thinking = self.thinking
+        disables_thinking = thinking is not None and thinking.type == "disabled"
+        omits_thoughts = thinking is not None and thinking.display == "omitted"
+        template_kwargs = dict(self.chat_template_kwargs or {})
+        if disables_thinking:
+            template_kwargs.setdefault("enable_thinking", False)
         return ChatCompletionRequest.model_construct(
-            **same,
-            messages=[
-                *([] if self.system is None else [{"role": "system", "content": self.system}]),
-                *self.messages,
-            ],
+            **fields,
+            messages=messages,
             stop=self.stop_sequences,
-            response_format=ResponseFormat(type="json_schema", json_schema=schema)
-            if schema
-            else None,
-            tools=[Tool(function=function) for function in tools] or None,
-            tool_choice=named or (_CHOICES[choice.type] if tools or choice.type == "any" else None),
+            response_format=response_format,
+            tools=self._chat_tools() or None,
+            tool_choice=self._chat_tool_choice(choice),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            include_reasoning=thinking is None
-            or (thinking.type != "disabled" and thinking.display != "omitted"),
+            include_reasoning=not disables_thinking and not omits_thoughts,
             reasoning_effort=config.effort,
             continue_final_message=last["role"] == "assistant" and "tool_calls" not in last,
             chat_template=self.chat_template,
-            chat_template_kwargs=kwargs,
+            chat_template_kwargs=template_kwargs,
         )
+
+    def _chat_tools(self) -> list[Tool]:
+        """The tools as chat completions have them."""
+        tools = []
+        for tool in self.tools or []:
+            same_fields = tool.model_dump(include={"name", "description", "strict"})
+            function = Function.model_construct(**same_fields, parameters=tool.input_schema)
+            tools.append(Tool(function=function))
+        return tools
+
+    def _chat_tool_choice(self, choice: ToolChoice) -> Any:
+        """The tool choice as chat completions have it."""
+        if choice.name is not None:
+            return NamedTool(function=NamedFunction(name=choice.name))
+        if self.tools or choice.type == "any":
+            return _TOOL_CHOICES[choice.type]
+        return None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -327,123 +353,155 @@ class MessagesRequest(CountTokensRequest):
 class MessageChoice(ChatChoice):
     """The blocks of an answer (its thoughts, texts and calls) and their events."""
 
-    kind = chunk = "message"
+    kind = "message"
+    chunk = "message"
     prefix = "msg"
 
     def __init__(self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int]) -> None:
         super().__init__(0, model, body.chat, prompt)
-        self._limit = body.max_tokens
-        known = {
+        self._max_tokens = body.max_tokens
+        self._message: Event = {
             "id": f"msg_{body.request_id or uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-        }
-        open_: Event = {
+            "model": model.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": _usage(len(prompt), 0, 0),
         }
-        self._message: Event = {**known, "model": model.name, **open_}
         self._blocks: list[Event] = []
-        self._pieces: list[str] | None = None  # of the open block, the last one
+        # The last block is open while its pieces are collected here.
+        self._open_pieces: list[str] | None = None
 
     def start(self) -> list[Event]:
         return [{"type": "message_start", "message": self._message}, {"type": "ping"}]
 
     def piece(self, delta: Delta | RequestOutput) -> list[Event]:
-        return self._written(*self._put(delta.text or ""))
+        return self._write_parts(self._read(delta.text or ""))
 
     def end(self, output: RequestOutput) -> list[Event]:
-        events = [*self._written(*self._rest()), *self._close()]
-        reason, sequence, usage = "max_tokens", None, output.usage
-        if output.finish_reason == "stop":
-            sequence = None if self._calls else output.stop_string
-            reason = (
-                "tool_use" if self._calls else "end_turn" if sequence is None else "stop_sequence"
-            )
-        elif output.finish_reason == "length" and usage.completion_tokens < self._limit:
-            reason = "model_context_window_exceeded"
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        events = self._write_parts(self._read_end())
+        events += self._close()
+        usage = output.usage
         counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return [
-            *events,
-            {"type": "message_delta", "delta": delta, "usage": counts},
-            {"type": "message_stop"},
-        ]
+        events.append(
+            {"type": "message_delta", "delta": self._stop_fields(output), "usage": counts}
+        )
+        events.append({"type": "message_stop"})
+        return events
+
+    def _stop_fields(self, output: RequestOutput) -> Event:
+        """Why the answer ended."""
+        reason = "max_tokens"
+        stop_sequence = None
+        if output.finish_reason == "stop":
+            if self._has_calls:
+                reason = "tool_use"
+            elif output.stop_string is None:
+                reason = "end_turn"
+            else:
+                reason = "stop_sequence"
+                stop_sequence = output.stop_string
+        elif output.finish_reason == "length":
+            if output.usage.completion_tokens < self._max_tokens:
+                reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
     def whole(self, output: RequestOutput) -> Event:
         self.piece(output)
-        ended = self.end(output)[-2]
-        return {**self._message, "content": self._blocks, **ended["delta"], "usage": ended["usage"]}
+        message_delta = self.end(output)[-2]
+        return {
+            **self._message,
+            "content": self._blocks,
+            **message_delta["delta"],
+            "usage": message_delta["usage"],
+        }
 
     def failed(self, error: ApiError) -> list[Event]:
         return [error.body(MESSAGES_PATH)]
 
-    def _written(self, thoughts: str, text: str, calls: ToolCalls) -> list[Event]:
-        shown = thoughts if self._shows_thoughts else ""
-        events = self._write(
-            {"type": "thinking", "thinking": "", "signature": ""}, "thinking", shown
-        )
-        events += self._write({"type": "text", "text": ""}, "text", text)
-        for call in calls:
-            begun = {"id": call["id"], "name": call["function"]["name"]} if "id" in call else {}
-            events += self._write(
-                {"type": "tool_use", **begun, "input": {}},
-                "input_json",
-                call["function"]["arguments"],
+    def _write_parts(self, parts: AnswerParts) -> list[Event]:
+        events: list[Event] = []
+        if parts.thoughts and self._shows_thoughts:
+            events += self._write_text(
+                {"type": "thinking", "thinking": "", "signature": ""}, parts.thoughts
             )
+        if parts.text:
+            events += self._write_text({"type": "text", "text": ""}, parts.text)
+        for call in parts.calls:
+            events += self._write_call(call)
         return events
 
-    def _write(self, block: Event, kind: str, text: str) -> list[Event]:
-        """The events of a part of a block: of the open block if it has the same type, and a call does not begin."""
+    def _write_text(self, new_block: Event, text: str) -> list[Event]:
+        """The events of a part of thoughts or text. It goes on in the open block if that has the
+        type of `new_block`."""
+        kind = new_block["type"]
         events: list[Event] = []
-        if "id" in block or (
-            text and (self._pieces is None or self._blocks[-1]["type"] != block["type"])
-        ):
-            events = self._close()
-            self._blocks.append(block)
-            self._pieces = []
-            events.append(
-                {
-                    "type": "content_block_start",
-                    "index": len(self._blocks) - 1,
-                    "content_block": block,
-                }
+        if self._open_pieces is None or self._blocks[-1]["type"] != kind:
+            events += self._open(new_block)
+        events.append(self._add_piece({"type": f"{kind}_delta", kind: text}, text))
+        return events
+
+    def _write_call(self, call: Mapping[str, Any]) -> list[Event]:
+        """The events of a part of a call."""
+        events: list[Event] = []
+        function = call["function"]
+        if "id" in call:
+            events += self._open(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
             )
-        if text and self._pieces is not None:
-            self._pieces.append(text)
-            delta = {
-                "type": f"{kind}_delta",
-                "partial_json" if kind == "input_json" else kind: text,
-            }
-            events.append(
-                {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-            )
+        arguments = function["arguments"]
+        if arguments:
+            delta = {"type": "input_json_delta", "partial_json": arguments}
+            events.append(self._add_piece(delta, arguments))
+        return events
+
+    def _add_piece(self, delta: Event, text: str) -> Event:
+        """The event of a piece of the open block."""
+        assert self._open_pieces is not None
+        self._open_pieces.append(text)
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _open(self, block: Event) -> list[Event]:
+        """The events of the beginning of a block."""
+        events = self._close()
+        self._blocks.append(block)
+        self._open_pieces = []
+        index = len(self._blocks) - 1
+        events.append({"type": "content_block_start", "index": index, "content_block": block})
         return events
 
     def _close(self) -> list[Event]:
-        if self._pieces is None:
+        """The events of the end of the open block."""
+        if self._open_pieces is None:
             return []
-        block, text = self._blocks[-1], "".join(self._pieces)
-        kind, self._pieces = block["type"], None
-        self._blocks[-1] = {
-            **block,
-            **({"input": _input_of(text)} if kind == "tool_use" else {kind: text}),
-        }
+        text = "".join(self._open_pieces)
+        self._open_pieces = None
+        block = self._blocks[-1]
+        kind = block["type"]
+        if kind == "tool_use":
+            self._blocks[-1] = {**block, "input": _input_of(text)}
+        else:
+            self._blocks[-1] = {**block, kind: text}
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
 
 def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
-    read = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-    return {"input_tokens": prompt - cached, **read, "output_tokens": completion}
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
+    }
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; what there is of it if they were cut off, as Anthropic's clients read a stream."""
+    """Arguments as an object. If they were cut off, it has the fields so far, as Anthropic's clients
+    read a stream."""
     try:
         value = from_json(arguments, allow_partial=True)
-        json_bytes(value)  # which refuses numbers that JSON lacks
+        json_bytes(value)  # It refuses numbers that JSON lacks.
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

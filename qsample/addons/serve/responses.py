@@ -1,5 +1,9 @@
-"""`/v1/responses`, OpenAI's later API: its requests as chat completions, and answers as items with their events.
-Nothing is stored: a client sends the whole conversation each time, with the items of earlier answers."""
+"""`/v1/responses`, OpenAI's later API: its requests as chat completions, and answers as items with
+their events.
+
+Nothing is stored: a client sends the whole conversation each time, with the items of earlier
+answers.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +36,10 @@ from qsample.addons.serve.chats import (
     NamedTool,
     Tool,
 )
-from qsample.addons.serve.choices import ChatChoice, Event
+from qsample.addons.serve.choices import AnswerParts, ChatChoice, Event
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
-from qsample.addons.serve.parsers import ToolCalls
 from qsample.addons.serve.refusals import RESPONSES
 from qsample.addons.serve.requests import (
     IGNORED,
@@ -50,23 +53,27 @@ from qsample.addons.serve.requests import (
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, RequestOutput
 
-_LOGPROBS: Final = "message.output_text.logprobs"
+_LOGPROBS_OPTION: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
-_TEXTS: Final = {
+# The type of a part → the field with its text.
+_TEXT_FIELDS: Final = {
     "input_text": "text",
     "output_text": "text",
     "text": "text",
     "refusal": "refusal",
-}  # part → its field
+}
+# The type of an item → the type of its part.
+_PART_TYPES: Final = {"reasoning": "reasoning_text", "message": "output_text"}
+_CALL: Final = "function_call"
 
-_RETURNED: Final = "Returned with the answer, and not used."
+_RETURNED_DESCRIPTION: Final = "Returned with the answer, and not used."
 
 
 def _only_functions(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") != "function":
         raise ValueError(
-            f"it is of type {tool.get('type')!r:.60}, and this server runs no tools itself; give a function, and send "
-            "back what it returns"
+            f"it is of type {tool.get('type')!r:.60}, and this server runs no tools itself; "
+            "give a function, and send back what it returns"
         )
     return tool
 
@@ -89,12 +96,12 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(
         default="text", description="Any text, a JSON object, or JSON that follows a schema."
     )
-    name: StrictStr = Field(default="response", description=_RETURNED)
-    description: StrictStr | None = Field(default=None, description=_RETURNED)
+    name: StrictStr = Field(default="response", description=_RETURNED_DESCRIPTION)
+    description: StrictStr | None = Field(default=None, description=_RETURNED_DESCRIPTION)
     schema_: dict[str, Any] | None = Field(
         default=None, alias="schema", description="The schema. Answers always follow it."
     )
-    strict: StrictBool | None = Field(default=None, description=_RETURNED)
+    strict: StrictBool | None = Field(default=None, description=_RETURNED_DESCRIPTION)
 
 
 class TextOptions(Body):
@@ -197,11 +204,11 @@ def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
     if not isinstance(content, list):
         raise ValueError(f"item {place} has no content; give a text, or a list of parts")
     if not any(_is_image(part) for part in content):
-        return "\n".join(_text_of(part, place, _TEXTS) for part in content)
+        return "\n".join(_text_of(part, place, _TEXT_FIELDS) for part in content)
     return [
         _image_of(part, place)
         if _is_image(part)
-        else {"type": "text", "text": _text_of(part, place, _TEXTS)}
+        else {"type": "text", "text": _text_of(part, place, _TEXT_FIELDS)}
         for part in content
     ]
 
@@ -211,7 +218,8 @@ def _is_image(part: Any) -> bool:
 
 
 def _image_of(part: Mapping[str, Any], place: int) -> dict[str, Any]:
-    if not isinstance(url := part.get("image_url"), str):
+    url = part.get("image_url")
+    if not isinstance(url, str):
         raise ValueError(
             f"item {place} has an input_image without image_url; give data:image/png;base64,..."
         )
@@ -219,6 +227,13 @@ def _image_of(part: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 
 def _text_of(part: Any, place: int, fields: Mapping[str, str]) -> str:
+    """The text of a part.
+
+    Args:
+        part: the part.
+        place: the place of the part's item, for errors.
+        fields: the type of a part → the field with its text.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
     if not isinstance(text, str):
@@ -229,7 +244,8 @@ def _text_of(part: Any, place: int, fields: Mapping[str, str]) -> str:
 
 
 def _string(item: Mapping[str, Any], name: str, place: int) -> str:
-    if not isinstance(value := item.get(name), str):
+    value = item.get(name)
+    if not isinstance(value, str):
         raise ValueError(f"item {place} has no {name}; give a text")
     return value
 
@@ -281,8 +297,8 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:
-        if self.top_logprobs and _LOGPROBS not in (self.include or ()):
-            raise ValueError(f'top_logprobs needs include: ["{_LOGPROBS}"]')
+        if self.top_logprobs and _LOGPROBS_OPTION not in (self.include or ()):
+            raise ValueError(f'top_logprobs needs include: ["{_LOGPROBS_OPTION}"]')
         form = self.text.format if self.text is not None else None
         if form is not None and form.type == "json_schema" and form.schema_ is None:
             raise ValueError("text.format is of type json_schema and has no schema; give schema")
@@ -291,73 +307,80 @@ class ResponsesRequest(GenerationRequest):
 
     @cached_property
     def chat(self) -> ChatCompletionRequest:
-        """The same as a chat completion."""
-        same = {
+        """The request as a chat completion."""
+        fields = {
             name: getattr(self, name)
             for name in self.model_fields_set
             if name in GenerationRequest.model_fields
         }
-        system = (
-            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        )
-        form = self.text.format if self.text is not None else None
-        schema = (
-            JsonSchema(schema=form.schema_ or {}) if form and form.type == "json_schema" else None
-        )
+        messages = list(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
         tools = [
             Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or []
         ]
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunctionTool):
-            choice = NamedTool(function=NamedFunction(name=choice.name))  # type: ignore[assignment]
+        tool_choice: Any = self.tool_choice
+        if isinstance(tool_choice, NamedFunctionTool):
+            tool_choice = NamedTool(function=NamedFunction(name=tool_choice.name))
         return ChatCompletionRequest.model_construct(
-            **same,
-            messages=[*system, *self.input],
+            **fields,
+            messages=messages,
             max_completion_tokens=self.max_output_tokens,
-            response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
+            response_format=self._response_format(),
             tools=tools or None,
-            tool_choice=choice,
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
-            logprobs=_LOGPROBS in (self.include or ()),
+            logprobs=_LOGPROBS_OPTION in (self.include or ()),
             top_logprobs=self.top_logprobs,
-            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def described(self, params: SamplingParams) -> dict[str, Any]:
-        """The fields that an answer repeats. params: of the answer, defaults included."""
-        text, choice = self.text or TextOptions(), self.tool_choice
-        form = (
-            {"type": "text"}
-            if text.format is None
-            else text.format.model_dump(by_alias=True, exclude_none=True)
-        )
-        if form["type"] != "json_schema":
-            form = {"type": form["type"]}
+    def _response_format(self) -> ResponseFormat | None:
+        """The form of the answer, as chat completions have it."""
+        text_format = None if self.text is None else self.text.format
+        if text_format is None:
+            return None
+        schema = None
+        if text_format.type == "json_schema":
+            schema = JsonSchema(schema=text_format.schema_ or {})
+        return ResponseFormat(type=text_format.type, json_schema=schema)
+
+    def repeated_fields(self, params: SamplingParams) -> dict[str, Any]:
+        """The fields that an answer repeats.
+
+        Args:
+            params: the sampling parameters of the answer, defaults included.
+        """
+        text = self.text or TextOptions()
+        text_format: dict[str, Any] = {"type": "text"}
+        if text.format is not None and text.format.type == "json_schema":
+            text_format = text.format.model_dump(by_alias=True, exclude_none=True)
+        elif text.format is not None:
+            text_format = {"type": text.format.type}
+        tool_choice: Any = self.tool_choice or "auto"
+        if isinstance(tool_choice, NamedFunctionTool):
+            tool_choice = tool_choice.model_dump()
+        tools = [
+            {"strict": None, "parameters": None, **tool.model_dump()} for tool in self.tools or []
+        ]
+        effort = None if self.reasoning is None else self.reasoning.effort
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "reasoning": {
-                "effort": self.reasoning.effort if self.reasoning else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": effort, "summary": None},
             "temperature": params.temperature,
-            "text": {"format": form, "verbosity": text.verbosity or "medium"},
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, NamedFunctionTool)
-            else choice or "auto",
-            "tools": [
-                {"strict": None, "parameters": None, **tool.model_dump()}
-                for tool in self.tools or []
-            ],
+            "text": {"format": text_format, "verbosity": text.verbosity or "medium"},
+            "tool_choice": tool_choice,
+            "tools": tools,
             "top_logprobs": self.top_logprobs or 0,
             "top_p": params.top_p,
             "user": self.user,
-            # What is always so here.
+            # These fields always have the same value here.
             "background": False,
             "max_tool_calls": None,
             "previous_response_id": None,
@@ -370,7 +393,8 @@ class ResponsesRequest(GenerationRequest):
 class ResponseChoice(ChatChoice):
     """The items of an answer (its thoughts, message and calls) and their events."""
 
-    kind = chunk = "response"
+    kind = "response"
+    chunk = "response"
     prefix = "resp"
 
     def __init__(
@@ -384,49 +408,55 @@ class ResponseChoice(ChatChoice):
         super().__init__(0, model, body.chat, prompt)
         self._response = response
         self._items: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # of the open item, the last one
-        self._entries: list[dict[str, Any]] = []  # log-probabilities of the message
-        self._new: list[dict[str, Any]] = []  # not in an event yet
-        self._writing: str | None = None  # the type of the open item
+        # The last item is open while it has a type here and its pieces are collected.
+        self._open_type: str | None = None
+        self._open_pieces: list[str] = []
+        self._message_logprobs: list[dict[str, Any]] = []
+        self._logprobs_without_event: list[dict[str, Any]] = []
 
     def start(self) -> list[Event]:
         return [
-            self._whole_event(kind, status="in_progress") for kind in ("created", "in_progress")
+            self._response_event(kind, status="in_progress") for kind in ("created", "in_progress")
         ]
 
     def piece(self, delta: Delta | RequestOutput) -> list[Event]:
-        parts = self._put(delta.text or "")
-        if self._top is not None and delta.token_ids:
-            self._new += self._logprobs(delta)["content"]
-        return self._written(*parts)
+        parts = self._read(delta.text or "")
+        if self._num_alternatives is not None and delta.token_ids:
+            self._logprobs_without_event += self._logprobs(delta)["content"]
+        return self._write_parts(parts)
 
     def end(self, output: RequestOutput) -> list[Event]:
-        events = self._written(*self._rest())
-        complete = output.finish_reason == "stop"
-        status = "completed" if complete else "incomplete"
-        if self._writing in (None, "reasoning"):
-            events += [*self._close("completed"), *self._open("message")]
+        events = self._write_parts(self._read_end())
+        is_complete = output.finish_reason == "stop"
+        status = "completed" if is_complete else "incomplete"
+        if self._open_type in (None, "reasoning"):
+            events += self._close("completed")
+            events += self._open("message")
         events += self._close(status)
-        tokens = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
-        usage = {
-            "input_tokens": output.usage.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": output.usage.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": output.usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(tokens)},
-            "total_tokens": output.usage.prompt_tokens + output.usage.completion_tokens,
-        }
-        ended = self._whole_event(
+        response = self._response_event(
             status,
             status=status,
-            completed_at=int(time.time()) if complete else None,
-            incomplete_details=None if complete else {"reason": "max_output_tokens"},
+            completed_at=int(time.time()) if is_complete else None,
+            incomplete_details=None if is_complete else {"reason": "max_output_tokens"},
             output=self._items,
-            usage=usage,
+            usage=self._usage(output),
         )
-        return [*events, ended]
+        events.append(response)
+        return events
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        thoughts = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
+        usage = output.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": len(thoughts)},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
 
     def whole(self, output: RequestOutput) -> Event:
         self.piece(output)
@@ -434,99 +464,136 @@ class ResponseChoice(ChatChoice):
         return response
 
     def failed(self, error: ApiError) -> list[Event]:
-        failure = {"code": "server_error", "message": str(error)}
-        told = {"code": error.code, "message": str(error), "param": error.param}
+        message = str(error)
         return [
-            {"type": "error", **told},
-            self._whole_event("failed", status="failed", error=failure),
+            {"type": "error", "code": error.code, "message": message, "param": error.param},
+            self._response_event(
+                "failed", status="failed", error={"code": "server_error", "message": message}
+            ),
         ]
 
-    def _whole_event(self, kind: str, **fields: Any) -> Event:
+    def _response_event(self, kind: str, **fields: Any) -> Event:
         """An event with the response as it is now."""
         return {"type": f"response.{kind}", "response": {**self._response, **fields}}
 
-    def _written(self, thoughts: str, text: str, calls: ToolCalls) -> list[Event]:
-        events = [*self._write("reasoning", thoughts), *self._write("message", text)]
-        for call in calls:
-            events += self._call(call)
+    def _write_parts(self, parts: AnswerParts) -> list[Event]:
+        events: list[Event] = []
+        if parts.thoughts and self._shows_thoughts:
+            events += self._write("reasoning", parts.thoughts)
+        if parts.text:
+            events += self._write("message", parts.text)
+        for call in parts.calls:
+            events += self._write_call(call)
         return events
 
     def _write(self, kind: str, text: str) -> list[Event]:
-        if not text or (kind == "reasoning" and not self._shows_thoughts):
-            return []
-        events = [] if kind == self._writing else [*self._close("completed"), *self._open(kind)]
-        self._pieces.append(text)
+        """The events of a part of thoughts or of the message."""
+        events: list[Event] = []
+        if kind != self._open_type:
+            events += self._close("completed")
+            events += self._open(kind)
+        self._open_pieces.append(text)
         delta = {
-            "type": f"response.{_PARTS[kind]}.delta",
-            **self._place(),
+            "type": f"response.{_PART_TYPES[kind]}.delta",
+            **self._place_of_part(),
             "delta": text,
-            **self._taken(kind),
         }
-        return [*events, delta]
+        if kind == "message":
+            delta["logprobs"] = self._take_logprobs()
+        events.append(delta)
+        return events
 
-    def _taken(self, kind: str) -> Event:
-        """The log-probabilities of the tokens since the last event of the message, thoughts included."""
-        if kind != "message":
-            return {}
-        new, self._new = self._new, []
-        self._entries += new
-        return {"logprobs": new}
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """The log-probabilities of the tokens since the last event of the message, thoughts
+        included."""
+        new = self._logprobs_without_event
+        self._logprobs_without_event = []
+        self._message_logprobs += new
+        return new
 
     def _open(self, kind: str) -> list[Event]:
-        more: Event = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
-        item = {
+        """The events of the beginning of an item of thoughts or of the message."""
+        item: Event = {
             "id": _id("rs" if kind == "reasoning" else "msg"),
             "type": kind,
             "status": "in_progress",
-            **more,
-            "content": [],
         }
-        self._writing, self._pieces = kind, []
-        added = self._added(item)
+        if kind == "reasoning":
+            item["summary"] = []
+        else:
+            item["role"] = "assistant"
+        item["content"] = []
+        self._open_type = kind
+        self._open_pieces = []
         return [
-            added,
-            {"type": "response.content_part.added", **self._place(), "part": self._part("", [])},
+            self._add_item(item),
+            {
+                "type": "response.content_part.added",
+                **self._place_of_part(),
+                "part": _part(kind, "", []),
+            },
         ]
 
     def _close(self, status: str) -> list[Event]:
-        if self._writing is None:
+        """The events of the end of the open item."""
+        kind = self._open_type
+        if kind is None:
             return []
-        kind, text = self._writing, "".join(self._pieces)
+        self._open_type = None
+        text = "".join(self._open_pieces)
         if kind == _CALL:
-            self._writing = None
-            named = {"name": self._items[-1]["name"], "arguments": text}
-            return [self._of_call("done", **named), self._done(arguments=text, status=status)]
-        taken = self._taken(kind)
-        part = self._part(text, [*self._entries])
-        whole = {"logprobs": part["logprobs"]} if taken else {}
-        done = [
-            {"type": f"response.{_PARTS[kind]}.done", **self._place(), "text": text, **whole},
-            {"type": "response.content_part.done", **self._place(), "part": part},
-            self._done(content=[part], status=status),
+            name = self._items[-1]["name"]
+            return [
+                self._call_event("done", name=name, arguments=text),
+                self._end_item(arguments=text, status=status),
+            ]
+        text_done: Event = {
+            "type": f"response.{_PART_TYPES[kind]}.done",
+            **self._place_of_part(),
+            "text": text,
+        }
+        if kind == "message":
+            self._take_logprobs()
+            text_done["logprobs"] = list(self._message_logprobs)
+        part = _part(kind, text, list(self._message_logprobs))
+        return [
+            text_done,
+            {"type": "response.content_part.done", **self._place_of_part(), "part": part},
+            self._end_item(content=[part], status=status),
         ]
-        self._writing = None
-        return done
 
-    def _call(self, call: Mapping[str, Any]) -> list[Event]:
+    def _write_call(self, call: Mapping[str, Any]) -> list[Event]:
         """The events of a part of a call."""
-        function, events = call["function"], list[Event]()
+        events: list[Event] = []
+        function = call["function"]
         if "id" in call:
-            events = self._close("completed")
-            self._writing, self._pieces = _CALL, []
-            known = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            events.append(
-                self._added({"id": _id("fc"), "type": _CALL, "status": "in_progress", **known})
-            )
-        if not function["arguments"]:
-            return events
-        self._pieces.append(function["arguments"])
-        return [*events, self._of_call("delta", delta=function["arguments"])]
+            events += self._close("completed")
+            self._open_type = _CALL
+            self._open_pieces = []
+            item = {
+                "id": _id("fc"),
+                "type": _CALL,
+                "status": "in_progress",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": "",
+            }
+            events.append(self._add_item(item))
+        if function["arguments"]:
+            self._open_pieces.append(function["arguments"])
+            events.append(self._call_event("delta", delta=function["arguments"]))
+        return events
 
-    def _of_call(self, kind: str, **fields: str) -> Event:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return {"type": f"response.function_call_arguments.{kind}", **place, **fields}
+    def _call_event(self, kind: str, **fields: str) -> Event:
+        return {
+            "type": f"response.function_call_arguments.{kind}",
+            "item_id": self._items[-1]["id"],
+            "output_index": len(self._items) - 1,
+            **fields,
+        }
 
-    def _added(self, item: Event) -> Event:
+    def _add_item(self, item: Event) -> Event:
+        """The event of a new item."""
         self._items.append(item)
         return {
             "type": "response.output_item.added",
@@ -534,26 +601,23 @@ class ResponseChoice(ChatChoice):
             "item": item,
         }
 
-    def _done(self, **fields: Any) -> Event:
-        """The last item, with its last fields; events before keep the item as it was."""
-        self._items[-1] = item = {**self._items[-1], **fields}
+    def _end_item(self, **fields: Any) -> Event:
+        """The event of the end of the last item, with its last fields. Earlier events keep the item
+        as it was."""
+        item = {**self._items[-1], **fields}
+        self._items[-1] = item
         return {
             "type": "response.output_item.done",
             "output_index": len(self._items) - 1,
             "item": item,
         }
 
-    def _place(self) -> Event:
+    def _place_of_part(self) -> Event:
         return {
             "item_id": self._items[-1]["id"],
             "output_index": len(self._items) - 1,
             "content_index": 0,
         }
-
-    def _part(self, text: str, entries: list[dict[str, Any]]) -> Event:
-        if self._writing == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
 
 class ResponseAnswers(NamedEvents):
@@ -567,7 +631,7 @@ class ResponseAnswers(NamedEvents):
         params: SamplingParams,
         prompt: list[int],
     ) -> None:
-        """Arguments as for `Answers`; `params` and `prompt` are the answer's."""
+        """The arguments are as for `Answers`; `params` and `prompt` are those of the answer."""
         response = {
             "id": f"resp_{body.request_id or uuid.uuid4().hex}",
             "object": "response",
@@ -579,7 +643,7 @@ class ResponseAnswers(NamedEvents):
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            **body.described(params),
+            **body.repeated_fields(params),
         }
         super().__init__(model, body.chat, metrics, [ResponseChoice(model, body, prompt, response)])
         self._next_sequence_number = 0
@@ -590,8 +654,11 @@ class ResponseAnswers(NamedEvents):
         return super()._encode(numbered)
 
 
-_CALL: Final = "function_call"
-_PARTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}  # item → its part
+def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> Event:
+    """The part of an item of thoughts or of the message."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _id(prefix: str) -> str:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from qsample.addons.serve.chats import ChatCompletionRequest
-from qsample.addons.serve.choices import ChatChoice, Choice, CompletionChoice, PromptScores, added
+from qsample.addons.serve.choices import (
+    ChatChoice,
+    Choice,
+    CompletionChoice,
+    PromptScores,
+    joined_events,
+)
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.runtime import Delta
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
@@ -60,8 +66,8 @@ def test_a_sum_of_events() -> None:
         "h": "z",
         "i": 0.5,
     }
-    assert added(first, second) == both
-    assert reduce(added, [None, first, None, second]) == both
+    assert joined_events(first, second) == both
+    assert reduce(joined_events, [None, first, None, second]) == both
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -289,5 +295,5 @@ def test_tokens_of_a_prompt_in_vllms_form() -> None:
         of_text.whole(ended(2))["prompt_logprobs"] == of_chat.outer()["prompt_logprobs"] == wanted
     )
     assert "prompt_logprobs" not in completion(logprobs=1).whole(ended(2))
-    *_, impossible = PromptScores([3, 9], optional_outputs(9)).told(Texts(), 0)  # type: ignore[arg-type]
+    *_, impossible = PromptScores([3, 9], optional_outputs(9)).entries(Texts(), 0)  # type: ignore[arg-type]
     assert impossible == {"9": {"logprob": -9999.0, "rank": 3, "decoded_token": "<9>"}}

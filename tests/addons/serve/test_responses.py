@@ -293,7 +293,7 @@ def test_a_request_is_a_chat() -> None:
         "top_logprobs": 0, "top_p": 0.25, "user": None, "background": False, "max_tool_calls": None,
         "previous_response_id": None, "service_tier": "default", "store": False, "truncation": "disabled",
     }  # fmt: skip
-    assert bare.described(params) == described
+    assert bare.repeated_fields(params) == described
     schema: dict[str, Any] = {"type": "object"}
     chosen = {"type": "function", "name": "get_weather"}
     given: dict[str, Any] = {
@@ -311,7 +311,7 @@ def test_a_request_is_a_chat() -> None:
     changes = {
         "reasoning": {"effort": "low", "summary": None}, "tools": [{**WEATHER, "description": None}],
     }  # fmt: skip
-    assert whole.described(params) == described | given | changes
+    assert whole.repeated_fields(params) == described | given | changes
     chat = whole.chat
     assert (chat.token_limit, chat.logprobs, chat.top_logprobs, chat.parallel_tool_calls) == (
         7,
@@ -336,11 +336,11 @@ def test_a_request_is_a_chat() -> None:
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     followed = ResponsesRequest.model_validate({"input": "x", "text": {"format": form}})
     assert followed.chat.form == Form("json_schema", schema)
-    assert followed.described(params)["text"]["format"] == form
+    assert followed.repeated_fields(params)["text"]["format"] == form
     nameless = ResponsesRequest.model_validate(
         {"input": "x", "text": {"format": {**form, "name": None}}}
     )
-    assert nameless.described(params)["text"]["format"]["name"] == "response"
+    assert nameless.repeated_fields(params)["text"]["format"]["name"] == "response"
 
 
 def test_parts_and_calls_of_messages() -> None:
