@@ -176,7 +176,7 @@ class Manifest:
             manifest: Manifest = decode(cls, data, "manifest")
         except DecodeError as error:
             raise PackageError(f"{error.where} in {MANIFEST_NAME}{error.problem}") from error
-        if data["interface"]["features"].get("seed"):
+        if data["interface"].get("features", {}).get("seed"):
             raise PackageError(
                 "the package's graph has an input for seeds in place of the noise, which this "
                 "qsample does not feed; export the package again"

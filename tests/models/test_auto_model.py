@@ -357,7 +357,7 @@ def test_a_mistyped_name_fails_when_it_is_opened(
 
 def test_a_folder_has_no_revision(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), revision="v2")
-    assert model._load(None, tmp_path)["revision"] is None
+    assert model._load(None, tmp_path).origin.revision is None
 
 
 @pytest.mark.ci

@@ -92,9 +92,9 @@ def run(
     device = Slots(model.sessions, slots, CTX_LEN)
     plain = device.begin
 
-    def begin(slot: int, prompt: np.ndarray, seed: int, *rest: object) -> None:
+    def begin(slot: int, prompt: np.ndarray, seed: int, *rest: object, **named: object) -> None:
         where[seed] = slot
-        plain(slot, prompt, seed, *rest)  # type: ignore[arg-type]
+        plain(slot, prompt, seed, *rest, **named)  # type: ignore[arg-type]
 
     device.begin = begin  # type: ignore[method-assign,assignment]
     scheduler = Scheduler(
@@ -134,7 +134,7 @@ def test_chunks_joins_copies_and_kept_prefixes_change_no_bit(
 def test_nor_do_they_where_late_pieces_are_longer(
     chunk: int | None, int4: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefixes, "LATE", 64)
+    monkeypatch.setattr(prefixes, "LATE_START", 64)
     late = CausalLM(
         int4.package, with_prompt_calls(int4.sessions, piece_size=16, late_piece_size=32)
     )
