@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import warnings
@@ -39,11 +38,9 @@ from qsample.cli.prompt_file import (
     generate_file,
     read_lines,
     rows_of,
-    with_fingerprints,
 )
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
 from qsample.errors import ArgumentError, QsampleError
-from qsample.package.package import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from qsample.contract.arrays import Array
@@ -225,18 +222,9 @@ def generate(
         )
     if by_default and any(line.is_text for line in lines):
         note(_AS_A_CHAT)
-    settings: dict[str, Any] = {
-        "package": hashlib.sha256((opened.package.path / MANIFEST_NAME).read_bytes()).hexdigest(),
-        "provider": given["provider"],
-        "ctx_len": ctx_len,
-    }
-    if form is not None:
-        settings["form"] = form
-    if loras:
-        settings["loras"] = {name: _hash_of(folder) for name, folder in loras.items()}
     generate_file(
         partial(load_given, opened, given),
-        with_fingerprints(rows, settings),
+        rows,
         output,
         slots=slots,
         retry_errors=retry_errors,
@@ -285,15 +273,6 @@ def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Arr
             own(step, mask[row : row + 1])
 
     return guide
-
-
-def _hash_of(adapter: str) -> str:
-    from qsample.huggingface.lora import CONFIG, WEIGHTS
-
-    files = (Path(adapter, name).read_bytes() for name in (CONFIG, WEIGHTS))
-    return hashlib.sha256(
-        b"".join(hashlib.sha256(content).digest() for content in files)
-    ).hexdigest()
 
 
 def _generate_prompts(

@@ -1,13 +1,12 @@
 """`--prompt-file` of `qsample generate`: rows enter; JSON lines leave in their order, a line for each row.
 
-Each line begins with its row's fingerprint: so an interrupted run continues after the last whole line, and a file of
-other prompts or settings is recognised. A line with an error may be done again, from a corrected prompt.
+Each line begins with the id of its row. An interrupted run continues after the last whole line of its file, if the
+lines have the ids of the first rows. A line with an error may be done again, from a corrected prompt.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -51,15 +50,12 @@ _NO_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt of the file. `error`: the mistake in its line, if any. `source`: what decides about its fingerprint,
-    apart from the settings."""
+    """A prompt of the file. `error`: the mistake in its line, if any."""
 
     id: Any
     inputs: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-    source: Any = field(default=None, repr=False)
-    fingerprint: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -68,13 +64,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file: an object with prompt or messages, id, and parameters. `files`: the sha256 of its images.
-    `error`: the mistake in it, if any."""
+    """A line of the file: an object with prompt or messages, id, and parameters. `error`: the mistake in it, if any."""
 
     number: int
-    text: str
     content: dict[str, Any] = field(default_factory=dict)
-    files: Sequence[str] = ()
     error: str | None = None
 
     @property
@@ -96,15 +89,15 @@ def read_lines(path: Path) -> list[Line]:
         if not line.strip():
             continue
         content: dict[str, Any] = {} if as_json else {"prompt": line.rstrip("\r")}
-        files, error = list[str](), None
+        error = None
         if as_json:
             try:
                 content = _parse(line)
                 _check(content)
-                files = _read_images(content, path.parent)
+                _read_images(content, path.parent)
             except ValueError as mistake:
                 error = str(mistake)
-        lines.append(Line(number, line, content, files, error))
+        lines.append(Line(number, content, error))
     return lines
 
 
@@ -126,7 +119,7 @@ def rows_of(
         content = dict(line.content)
         name = content.get("id", line.number)
         if line.error is not None:
-            rows.append(Row(name, error=line.error, source=line.text))
+            rows.append(Row(name, error=line.error))
             continue
         own = {name: value for name, value in content.items() if name not in _NO_OPTIONS}
         inputs: Any = content.get("prompt")
@@ -141,27 +134,9 @@ def rows_of(
         merged = _merge({**options, **chat} if is_chat else options, own)
         if merged.get("seed") is None and options.get("seed") is not None:
             merged["seed"] = (options["seed"] + len(rows)) % NUM_SEEDS
-        source = [name, inputs, merged]
-        if line.files:  # wherever the images are, what is in them decides
-            source = [
-                name,
-                with_images(inputs, lambda image: None) if is_chat else inputs,
-                merged,
-                line.files,
-            ]
         images = {"images": content["images"]} if "images" in content else {}
-        rows.append(Row(name, inputs, merged | images, source=source))
+        rows.append(Row(name, inputs, merged | images))
     return rows
-
-
-def with_fingerprints(rows: list[Row], settings: Any) -> list[Row]:
-    """The rows with a fingerprint of all that decides about their tokens, the run's JSON-ready `settings` included."""
-
-    def fingerprint(row: Row) -> str:
-        source = json.dumps([row.source, settings], sort_keys=True, default=str)
-        return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-    return [replace(row, fingerprint=fingerprint(row)) for row in rows]
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -211,26 +186,21 @@ def _check(content: dict[str, Any]) -> None:
         content["logit_bias"] = {int(key): value for key, value in bias.items()}
 
 
-def _content(path: Path) -> bytes:
-    with open_plain(path) as file:
-        return file.read()
-
-
-def _read_images(content: dict[str, Any], folder: Path) -> list[str]:
-    """Put the images of a line in order: files below `folder` by their paths, others by their bytes. Returns the sha256
-    of each, for the fingerprint. Raises ValueError for an image that cannot be read."""
-    digests = []
+def _read_images(content: dict[str, Any], folder: Path) -> None:
+    """Put the images of a line in order: files below `folder` by their paths, others by their bytes. Raises ValueError
+    for an image that cannot be read."""
 
     def found(image: Any) -> bytes | Path:
-        path: bytes | Path = image if isinstance(image, bytes) else folder / image
+        if isinstance(image, bytes):
+            return image
+        path: Path = folder / image
         try:
-            data = path if isinstance(path, bytes) else _content(path)
+            with open_plain(path):
+                return path
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from None
-        digests.append(hashlib.sha256(data).hexdigest())
-        return path
 
     if "images" in content:
         images = content["images"]
@@ -241,7 +211,6 @@ def _read_images(content: dict[str, Any], folder: Path) -> list[str]:
         content["images"] = [part["image"] for part in message["content"]]
     if "messages" in content:
         content["messages"] = with_images(content["messages"], found)
-    return digests
 
 
 def _are_ids(value: Any) -> bool:
@@ -285,7 +254,7 @@ def generate_file(
     form: Form | None = None,
     **settings: Any,
 ) -> None:
-    """Generate the rows, with their fingerprints, that `output` does not have yet; without that file, all on stdout.
+    """Generate the rows that `output` does not have yet; without that file, all on stdout.
     `retry_errors`: do the rows again whose line in `output` has an error. `form`: of all answers. `slots`, `settings`:
     of `Engine`. Raises QsampleError if rows have an error."""
     work = _Work(
@@ -396,7 +365,7 @@ class _Work:
         return self.tokens / max(self.seconds, 1e-9)
 
     def _record(self, row: Row, output: RequestOutput | Exception) -> dict[str, Any]:
-        record: dict[str, Any] = {"fingerprint": row.fingerprint, "id": row.id}
+        record: dict[str, Any] = {"id": row.id}
         if isinstance(output, Exception):
             self.errors += 1
             known = isinstance(output, ValueError | QsampleError)
@@ -456,22 +425,22 @@ class Results:
                     raise typer.BadParameter(
                         f"--output {self._path} has more lines than the prompts have rows; give another file"
                     )
-                beginning = f'{{"fingerprint": "{rows[self.done].fingerprint}"'.encode()
+                beginning = _beginning(rows[self.done])
                 if not line.endswith(b"\n") and (
                     line.startswith(beginning) or beginning.startswith(line)
                 ):
                     break
                 has_error = _has_error(line)
                 if has_error is None:
-                    why = "is not a whole line of a result; give another file, or delete it and all lines after it"
-                elif line.startswith(beginning) or (has_error and any_error):
-                    why = ""
-                elif has_error:
-                    why = "has an error, and its prompt or the settings have changed; --retry-errors does it again"
-                else:
-                    why = "comes from another prompt or other settings; give another file, or the command that wrote it"
-                if why:
-                    raise typer.BadParameter(f"line {self.done + 1} of --output {self._path} {why}")
+                    raise typer.BadParameter(
+                        f"line {self.done + 1} of --output {self._path} is not a whole line of a result; give another "
+                        "file, or delete it and all lines after it"
+                    )
+                if not line.startswith(beginning) and not (has_error and any_error):
+                    raise typer.BadParameter(
+                        f"line {self.done + 1} of --output {self._path} does not have the id of row {self.done + 1}; "
+                        "give another file, or the prompts that it was written from"
+                    )
                 if has_error:
                     self.failed.append(self.done)
                 self.done, size = self.done + 1, size + len(line)
@@ -529,13 +498,18 @@ def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> 
         results.close()
 
 
+def _beginning(row: Row) -> bytes:
+    """How the line of a row begins."""
+    return f'{{"id": {json.dumps(row.id, ensure_ascii=False)}, '.encode("utf-8", "replace")
+
+
 def _has_error(line: bytes) -> bool | None:
     """Whether a line is the record of a row with an error; None if it is not a whole record."""
     try:
         record = parse_json(line.decode("utf-8"), infinities=True)
     except ValueError:
         return None
-    return "error" in record if isinstance(record, dict) and "fingerprint" in record else None
+    return "error" in record if isinstance(record, dict) and "id" in record else None
 
 
 def _write(file: FileIO, content: bytes) -> None:

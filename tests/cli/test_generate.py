@@ -382,6 +382,3 @@ def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:
     )
     assert status == 0, err
     assert {json.loads(line)["text"] for line in output.read_text().splitlines()} <= {"ab!", "cd!"}
-    status, _, err = run("generate", package, *rows, "--regex", "ab!|cd!", "--output", output)
-    assert status == 2, "the form belongs to the settings of the rows"
-    assert "comes from another prompt or other settings" in err

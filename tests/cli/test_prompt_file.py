@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from qsample.cli.prompt_file import read_lines, rows_of, with_fingerprints
+from qsample.cli.prompt_file import read_lines, rows_of
 from qsample.package.package import Package
 from qsample.runtime import load
 from qsample.runtime.decode.loop import DecodeLoop
@@ -54,41 +54,26 @@ def records(text: str) -> list[dict[str, Any]]:
 
 
 def test_images_of_a_line(tmp_path: Path) -> None:
-    """They are files beside the prompts, and the fingerprint depends on what is in them, not on where they are."""
+    """They are files beside the prompts, or data."""
     url = "data:image/png;base64,AAAA"
-    said = [
+    content = [
         {"type": "image", "path": "a.png"},
         "hi",
         {"type": "image_url", "image_url": {"url": url}},
     ]
-    lines = [
+    source = [
         {"prompt": "x", "images": ["a.png", url]},
-        {"messages": [{"role": "user", "content": said}]},
-        ROWS[0],
+        {"messages": [{"role": "user", "content": content}]},
     ]
-
-    def read(folder: Path, content: bytes, as_chat: bool = False) -> list[str]:
-        folder.mkdir()
-        (folder / "a.png").write_bytes(content)
-        read = read_lines(written(folder / "p.jsonl", lines))
-        rows = rows_of(read, {}, {}, as_chat=as_chat, system=None)
-        parts = [{"type": "image", "image": image} for image in (folder / "a.png", bytes(3))]
-        text = {"type": "text", "text": "x"}
-        if as_chat:
-            assert rows[0].inputs == [{"role": "user", "content": [*parts, text]}]
-        else:
-            assert (rows[0].inputs, rows[0].options["images"]) == (
-                "x",
-                [folder / "a.png", bytes(3)],
-            )
-        assert rows[1].inputs == [{"role": "user", "content": [parts[0], "hi", parts[1]]}]
-        return [row.fingerprint for row in with_fingerprints(rows, {})]
-
-    one = read(tmp_path / "one", b"1")
-    assert read(tmp_path / "two", b"1") == one
-    other = read(tmp_path / "three", b"2")
-    assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, False, True]
-    assert read(tmp_path / "four", b"1", as_chat=True)[1] == one[1]
+    file = tmp_path / "a.png"
+    file.write_bytes(b"1")
+    parts = [{"type": "image", "image": image} for image in (file, bytes(3))]
+    lines = read_lines(written(tmp_path / "p.jsonl", source))
+    rows = rows_of(lines, {}, {}, as_chat=False, system=None)
+    assert (rows[0].inputs, rows[0].options["images"]) == ("x", [file, bytes(3)])
+    assert rows[1].inputs == [{"role": "user", "content": [parts[0], "hi", parts[1]]}]
+    rows = rows_of(lines, {}, {}, as_chat=True, system=None)
+    assert rows[0].inputs == [{"role": "user", "content": [*parts, {"type": "text", "text": "x"}]}]
 
 
 @pytest.mark.ci
@@ -177,33 +162,6 @@ def test_what_is_no_chat(run: Any, package: Package, tmp_path: Path) -> None:
         run("generate", bare, "--prompt-file", source, *more, *SETTINGS) for more in ([], ["--raw"])
     )
     assert (plain[0], plain[1], AS_A_CHAT in plain[2]) == (0, raw[1], False)
-
-
-def test_a_file_of_texts_goes_on_as_it_began(run: Any, package: Package, tmp_path: Path) -> None:
-    """Lines that continue texts, and lines that answer, do not come into one file."""
-    source, output = (
-        written(tmp_path / "p.jsonl", [{"prompt": "one"}, {"prompt": "two"}]),
-        tmp_path / "out",
-    )
-    command: list[Any] = [
-        "generate",
-        package.path,
-        "--prompt-file",
-        source,
-        "--output",
-        output,
-        *SETTINGS,
-    ]
-    for first, second in (([], ["--raw"]), (["--raw"], [])):
-        assert run(*command, *first)[0] == 0
-        whole = output.read_bytes()
-        status, _, err = run(*command, *second)
-        assert (status, output.read_bytes()) == (2, whole)
-        assert "line 1 of --output" in err
-        output.write_bytes(whole[: whole.index(b"\n") + 1])
-        assert run(*command, *first)[0] == 0
-        assert output.read_bytes() == whole
-        output.unlink()
 
 
 def test_log_probabilities_are_for_rows_that_ask(
@@ -326,12 +284,16 @@ def test_files_of_something_else_are_refused_and_kept(
         assert message in err
         assert output.read_bytes() == kept
 
-    refused("line 1 of --output", *command, *SETTINGS, "--top-k", "3")
-    refused("line 1 of --output", *command, *SETTINGS[:-1], "0.8")
-    other = fake_package(tmp_path / "other", generation_config={"do_sample": False})
-    refused("line 1 of --output", "generate", other.path, *command[2:], *SETTINGS)
-    changed = written(tmp_path / "changed.jsonl", [*ROWS[:3], {"prompt": "y"}, *ROWS[4:]])
-    refused("line 4 of --output", *command[:3], changed, *command[4:], *SETTINGS)
+    changed = written(tmp_path / "changed.jsonl", [*ROWS[:3], {"prompt": "x", "id": 44}, *ROWS[4:]])
+    refused(
+        "line 4 of --output",
+        "generate",
+        package.path,
+        "--prompt-file",
+        changed,
+        *command[4:],
+        *SETTINGS,
+    )
     fewer = written(tmp_path / "fewer.jsonl", ROWS[:2])
     refused("more lines than the prompts have rows", *command[:3], fewer, *command[4:], *SETTINGS)
     output.write_text("my notes")
@@ -368,11 +330,6 @@ def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path:
     before = output.read_bytes().splitlines()
 
     written(source, good)
-    status, _, err = run(*command)
-    assert (status, output.read_bytes().splitlines()) == (2, before)
-    assert "line 2 of --output" in err
-    assert "--retry-errors does it again" in err
-
     os.chmod(output, 0o640)
     link = tmp_path / "link"
     link.symlink_to(output)
@@ -392,11 +349,11 @@ def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path:
         "whole",
     ]
 
-    written(source, [{"prompt": "another"}, *good[1:]])
+    written(source, [{"prompt": "another", "id": "another"}, *good[1:]])
     status, _, err = run(*command, "--retry-errors")
     assert (status, output.read_bytes().splitlines()) == (2, after)
     assert "line 1 of --output" in err
-    assert "comes from another prompt" in err
+    assert "does not have the id of row 1" in err
     assert "--retry-errors goes with --output" in run(*command[:4], "--retry-errors")[2]
 
 
@@ -595,7 +552,7 @@ def test_the_bar_and_the_rows_do_not_mix(package: Package, tmp_path: Path) -> No
     assert process.returncode == 0, shown
     assert len(records(out.decode())) == len(ROWS)
     assert b"of 6 rows, " in shown
-    assert b"fingerprint" not in shown
+    assert b"token_ids" not in shown
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
