@@ -19,6 +19,7 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from functools import cache
 from types import FrameType
 from typing import Annotated, Any, Final
 
@@ -39,17 +40,6 @@ from qsample.errors import DISTRIBUTION
 
 # `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
 _ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-app = typer.Typer(
-    name="qsample",
-    help="Bake the sampler into a language model's ONNX graph, and run it.",
-    epilog="Start with: [bold]qsample generate -p 'And the LORD spake unto'[/bold]  (the bundled model)",
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 class Terminated(SystemExit):
@@ -73,7 +63,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -87,12 +76,30 @@ def root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-register_commands(app)
+@cache
+def application() -> typer.Typer:
+    """The command line with all installed commands.
+
+    It is made when it is first used, because the modules of commands import this package.
+    """
+    app = typer.Typer(
+        name="qsample",
+        help="Bake the sampler into a language model's ONNX graph, and run it.",
+        epilog="Start with: [bold]qsample generate -p 'And the LORD spake unto'[/bold]  (the bundled model)",
+        rich_markup_mode="rich",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    register_commands(app)
+    return app
 
 
 def commands() -> dict[str, Any]:
     """The parser's commands, by name."""
-    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    return dict(typer.main.get_command(application()).commands)  # type: ignore[attr-defined]
 
 
 def run(arguments: list[str]) -> int:
@@ -106,7 +113,7 @@ def run(arguments: list[str]) -> int:
             name_options(str(message), options_of(arguments, commands()))
         )
         try:
-            status = app(arguments, standalone_mode=False, prog_name="qsample")
+            status = application()(arguments, standalone_mode=False, prog_name="qsample")
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):
                 raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
 from rich.markup import escape
@@ -16,32 +16,25 @@ from rich.table import Table
 
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
-    CHAT_FLAGS,
-    FEATURE_FLAGS,
-    Flag,
+    FeatureOptions,
     Json,
     Lora,
     Overwrite,
     Provider,
+    TemplateOptions,
     TextOnly,
     Threads,
-    chat_options,
     check_jinja,
-    feature_options,
-    flags_of,
-    given_of,
-    is_package,
-    open_exported,
-    open_model,
-    quieten,
     read_loras,
     read_text,
-    with_flags,
+    system_message,
 )
+from qsample.cli.opening import CompileChoices, is_package, open_exported, open_model, quieten
+from qsample.cli.option_groups import FieldFlags, with_option_groups
 from qsample.cli.quantized import note_divergence, quantization_in_words
 from qsample.cli.terminal import console, format_size, note, progress, table
 from qsample.compiler.options import CompileOptions
-from qsample.progress import Stage, StageCost, metered, total
+from qsample.progress import Progress, Stage, StageCost, metered, total
 
 if TYPE_CHECKING:
     from qsample.models.model import PackagedModel
@@ -71,69 +64,80 @@ PREFIX_EXAMPLES: Final = (
 )
 
 _WIDTH_OF_A_FILE: Final = 120
-WRITING_FLAGS: Final = {
-    "overwrite": Flag(Overwrite, False),
-    "timing": Flag(
-        Annotated[bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")],
-        False,
-    ),
-    "as_json": Flag(Json, False),
-}
 
 
-@with_flags({**FEATURE_FLAGS, **WRITING_FLAGS})
-def export(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or GGUF file.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
-    dtype: Annotated[
-        str, typer.Option(help="Of weights and cache: float32 or float16.")
-    ] = "float32",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How a package is written, and what is printed about it."""
+
+    overwrite: Overwrite = False
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Show the cost of each stage, on stderr.")
+    ] = False
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """What is read of a checkpoint, and from where."""
+
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = (
+        "float32"
+    )
     tokenizer: Annotated[
         str,
         typer.Option(
             metavar="FOLDER|ID|none", help="Replaces the model's own; none takes token ids only."
         ),
-    ] = "auto",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    ] = "auto"
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None
     adapter: Annotated[
         str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")
-    ] = None,
-    text_only: TextOnly = False,
+    ] = None
+    text_only: TextOnly = False
+
+
+@with_option_groups
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, checkpoint folder or GGUF file.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write the package to.")],
+    *,
+    checkpoint: CheckpointOptions,
+    features: FeatureOptions,
+    writing: WriteOptions,
 ) -> None:
     """Export a Hugging Face model to a portable package: an ONNX graph with the sampler in it."""
     from qsample.models.auto_model import AutoModel
     from qsample.models.model import SourceModel
     from qsample.models.sources import holds_graph
 
-    check_source(model, revision)
+    check_source(model, checkpoint.revision)
     if holds_graph(Path(model)):
         raise typer.BadParameter(
             f"{model} holds a decoder that is exported already; `qsample bake` gives it the sampler"
         )
-    features = feature_options(ctx.params)
+    wanted_features = features.features()
 
-    def make(**writing: Any) -> PackagedModel:
+    def make(*, overwrite: bool, progress: Progress) -> PackagedModel:
         source = AutoModel.from_pretrained(
             model,
-            **features,
-            dtype=dtype,
-            tokenizer=None if tokenizer == "none" else tokenizer,
-            revision=revision,
-            adapter=adapter,
-            text_only=text_only,
+            dtype=checkpoint.dtype,
+            tokenizer=None if checkpoint.tokenizer == "none" else checkpoint.tokenizer,
+            revision=checkpoint.revision,
+            adapter=checkpoint.adapter,
+            text_only=checkpoint.text_only,
         )
         assert isinstance(source, SourceModel)
-        return source.export(out, **writing)
+        source.features = wanted_features
+        return source.export(out, overwrite=overwrite, progress=progress)
 
-    write_package(make, out, ctx.params)
+    write_package(make, out, writing)
 
 
-@with_flags({**flags_of(CompileOptions), **WRITING_FLAGS})
+@with_option_groups
 def compile(
-    ctx: typer.Context,
     package: Annotated[
         str,
         typer.Argument(metavar="PACKAGE", help="A portable package, or a model to export first."),
@@ -142,17 +146,20 @@ def compile(
         Path, typer.Argument(metavar="OUT", help="Folder to write the device package to.")
     ],
     text_only: TextOnly = False,
+    *,
+    values: Annotated[dict[str, Any], FieldFlags(CompileOptions)],
+    writing: WriteOptions,
 ) -> None:
     """Compile a package for a device: fused, its shapes bounded, tested there."""
-    given = given_of(CompileOptions, ctx.params)
-    texts = [
-        read_text(Path(path), "--calibration-text") for path in given["calibration_text"] or ()
-    ]
-    options = CompileOptions(**{**given, "calibration_text": texts or None})
+    paths = values["calibration_text"] or ()
+    texts = [read_text(Path(path), "--calibration-text") for path in paths]
+    options = CompileOptions(**{**values, "calibration_text": texts or None})
     opened = open_model(package, text_only=text_only)
-    write_package(
-        lambda **writing: opened.compile(out, options=options, **writing), out, ctx.params
-    )
+
+    def make(*, overwrite: bool, progress: Progress) -> PackagedModel:
+        return opened.compile(out, options=options, overwrite=overwrite, progress=progress)
+
+    write_package(make, out, writing)
     if options.debug_dump is not None:
         _show_phases(Path(options.debug_dump))
 
@@ -170,20 +177,29 @@ def check_source(model: str, revision: str | None) -> None:
     quieten(model)
 
 
-def write_package(make: Callable[..., PackagedModel], out: Path, given: Mapping[str, Any]) -> None:
-    """Make a package in `out` by `make(overwrite=..., progress=...)`. Stages and remarks go to stderr, its path or a
-    JSON document to stdout. `given`: all parameters of the command, by name."""
+class MakePackage(Protocol):
+    """Writes a package, and returns the model in it."""
+
+    def __call__(self, *, overwrite: bool, progress: Progress) -> PackagedModel: ...
+
+
+def write_package(make: MakePackage, out: Path, writing: WriteOptions) -> None:
+    """Make a package. Stages and remarks go to stderr, its path or a JSON document to stdout.
+
+    Args:
+        make: writes the package into `out`.
+    """
     with progress(logged=True) as report, metered(report) as meter:
         report(Stage.STARTING, 0.0)  # the imports of the libraries
-        package = make(overwrite=given["overwrite"], progress=meter).package
+        package = make(overwrite=writing.overwrite, progress=meter).package
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
     if compilation is not None and compilation.quantization is not None:
         note(quantization_in_words(compilation.quantization))
         note_divergence(package)
-    if given["timing"]:
+    if writing.timing:
         console(stderr=True, width_of_a_file=_WIDTH_OF_A_FILE).print(_timing_table(meter.costs))
-    if not given["as_json"]:
+    if not writing.as_json:
         note(
             f"{package.manifest.kind} package of {package.manifest.source.model_id}, {format_size(size)}, written to"
         )
@@ -256,50 +272,82 @@ def bundle(
     note(f"variants: {', '.join(variants)}")
 
 
-@with_flags(CHAT_FLAGS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOptions:
+    """The text of a prefix, if it is not a system prompt of the command line."""
+
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")
+    ] = None
+    prompt_text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with that text.")
+    ] = None
+    system_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")
+    ] = None
+
+    def inputs(self, template: TemplateOptions) -> str | list[dict[str, Any]]:
+        """The inputs of `save_prefix`: a text, or a conversation of a system prompt.
+
+        Raises:
+            typer.BadParameter: not exactly one text was given, or a text that no chat template is for.
+        """
+        self._check(template)
+        if self.prompt is not None:
+            return self.prompt
+        if self.prompt_text is not None:
+            return read_text(self.prompt_text, "--prompt-text")
+        system = template.system
+        if self.system_file is not None:
+            system = read_text(self.system_file, "--system-file")
+        check_jinja()
+        return system_message(system)
+
+    def _check(self, template: TemplateOptions) -> None:
+        given = {
+            "--prompt": self.prompt,
+            "--prompt-text": self.prompt_text,
+            "--system": template.system,
+            "--system-file": self.system_file,
+        }
+        flags = [flag for flag, value in given.items() if value is not None]
+        if len(flags) != 1:
+            raise typer.BadParameter(
+                f"{' and '.join(flags) or 'no text'} given; give one of {', '.join(given)}"
+            )
+        if flags[0] in ("--prompt", "--prompt-text") and template.arguments():
+            raise typer.BadParameter(
+                f"the options of chat templates go with --system, and {flags[0]} was given"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRunOptions:
+    """How the package is run that reads a prefix."""
+
+    provider: Provider = None
+    threads: Threads = None
+
+
+@with_option_groups
 def prefix(
-    ctx: typer.Context,
     package: Annotated[
         str, typer.Argument(metavar="PACKAGE", help="Package that is to use the file.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file, in safetensors' format.")],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")
-    ] = None,
-    prompt_text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with that text.")
-    ] = None,
-    system_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with the system prompt.")
-    ] = None,
+    *,
+    text: PrefixOptions,
     lora: Lora = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it is a file.")
     ] = False,
-    provider: Provider = None,
-    threads: Threads = None,
+    running: PrefixRunOptions,
     as_json: Json = False,
+    template: TemplateOptions,
 ) -> None:
     """Read the beginning of prompts, and save its keys and values: prompts that begin with it continue from there."""
     from qsample.runtime import load
 
-    system: str | None = ctx.params["system"]
-    given = {
-        "--prompt": prompt,
-        "--prompt-text": prompt_text,
-        "--system": system,
-        "--system-file": system_file,
-    }
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        raise typer.BadParameter(
-            f"{' and '.join(named) or 'no text'} given; give one of {', '.join(given)}"
-        )
-    options = chat_options(ctx.params)
-    if options and named[0] in ("--prompt", "--prompt-text"):
-        raise typer.BadParameter(
-            f"the options of chat templates go with --system, and {named[0]} was given"
-        )
     loras = read_loras(lora)
     if len(loras) > 1:
         raise typer.BadParameter(
@@ -307,21 +355,16 @@ def prefix(
         )
     if out.exists() and not overwrite:
         raise typer.BadParameter(f"{out} exists; give --overwrite to replace it, or another name")
-    if prompt_text is not None:
-        prompt = read_text(prompt_text, "--prompt-text")
-    if system_file is not None:
-        system = read_text(system_file, "--system-file")
-    inputs: Any = prompt
-    if system is not None:
-        check_jinja()
-        inputs = [{"role": "system", "content": system}]
-    opened = open_exported(package, provider)
-    model = load(opened.package.path, provider, intra_op_num_threads=threads)
+    inputs = text.inputs(template)
+    opened = open_exported(package, CompileChoices(provider=running.provider))
+    model = load(opened.package.path, running.provider, intra_op_num_threads=running.threads)
     adapter = None
     for adapter, folder in loras.items():
         model.load_adapter(adapter, folder)
     with progress() as report:
-        tokens = model.save_prefix(inputs, out, adapter=adapter, progress=report, **options)
+        tokens = model.save_prefix(
+            inputs, out, adapter=adapter, progress=report, **template.arguments()
+        )
     size = out.stat().st_size
     if as_json:
         print(json.dumps({"prefix": str(out), "tokens": tokens, "bytes": size}))

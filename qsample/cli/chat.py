@@ -15,21 +15,17 @@ import typer
 
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
-    CHAT_FLAGS,
-    LOAD_FLAGS,
-    SAMPLING_FLAGS,
     CtxLen,
     Images,
-    chat_options,
+    SamplingOptions,
+    TemplateOptions,
     check_jinja,
-    chosen_adapter,
-    load_given,
-    open_given,
-    read_loras,
-    sampling_options,
-    with_flags,
+    system_message,
+    with_adapter,
     with_images_before,
 )
+from qsample.cli.opening import LoadOptions
+from qsample.cli.option_groups import with_option_groups
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import counted, note, progress
 from qsample.disk.replace import file_aside
@@ -50,57 +46,46 @@ EXAMPLES: Final = (
     "qsample chat qwen-vl-cpu --image cat.jpg\n\n"
     "printf 'Who was Moses?\\nAnd his brother?\\n' | qsample chat qwen3-cpu --greedy"
 )
-_HELP: Final = '''\
-/image FILE       put an image in front of the next message
-/system TEXT      set the system prompt; without TEXT show it, with - drop it
-/set NAME VALUE   change a parameter, such as /set temperature 0.7; without NAME show them
-/reset            forget the conversation, not the system prompt
-/retry            answer the last message again, with the next seed if one is set
-/save FILE        write the conversation as JSON, {"messages": [...]}
-/load FILE        continue a saved conversation
-/stats            tokens and speed so far
-/help             this
-/exit             end, as ctrl-D does
-A line that ends with \\ goes on in the next; """ begins and ends a text of several lines.
-ctrl-C stops an answer and keeps its text.'''
-_COMMAND: Final = re.compile(r"/([a-z?]+)(?:\s+(.*))?$", re.DOTALL)
+_COMMAND_LINE: Final = re.compile(r"/([a-z?]+)(?:\s+(.*))?$", re.DOTALL)
 _QUOTES: Final = '"""'
 _PROMPT, _MORE = ">>> ", "... "
 
 
-@with_flags({**CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
+@with_option_groups
 def chat(
-    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
     ],
     image: Images = None,
     ctx_len: CtxLen = None,
+    *,
+    template: TemplateOptions,
+    loading: LoadOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
     from qsample.runtime import Engine
 
-    given, system = ctx.params, ctx.params["system"]
-    options = chosen_adapter(sampling_options(given), read_loras(given["lora"]))
-    template = chat_options(given)
+    options = with_adapter(sampling.arguments(), loading.loras())
+    template_arguments = template.arguments()
     check_jinja()
-    opened = open_given(model, given)  # stays in the cache as long as this
+    opened = loading.open(model, ctx_len=ctx_len)  # stays in the cache as long as this
     with progress() as report:
         report(Stage.LOADING, 0.0)
-        loaded = load_given(opened, given)
-        remarks = _check_template(loaded, system, template)
+        loaded = loading.load(opened, ctx_len=ctx_len)
+        remarks = _check_template(loaded, template.system, template_arguments)
     note_divergence(opened.package)
     for remark in remarks:
         note(remark)
     # A single slot keeps the tokens that it read and wrote: a turn costs its new tokens.
     with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
-        talk = Conversation(loaded, engine, options, template, system)
+        conversation = Conversation(loaded, engine, options, template_arguments, template.system)
         try:
             for path in image or ():
-                talk.add_image(path)
+                conversation.add_image(path)
         except TurnError as error:
             raise QsampleError(str(error)) from None
-        failed = Screen(talk).run()
+        failed = Screen(conversation).run()
     if failed:
         raise QsampleError(f"lines of standard input that could not be answered: {failed}")
 
@@ -113,7 +98,7 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
             "the package has no tokenizer, so it cannot chat; export the model with its tokenizer"
         )
     tokenizer, arguments = model.tokenizer, template.get("chat_template_kwargs", {})
-    messages = [*_system_message(system), {"role": "user", "content": "hello"}]
+    messages = [*system_message(system), {"role": "user", "content": "hello"}]
 
     def render(**changes: Any) -> Any:
         return tokenizer.apply_chat_template(
@@ -134,10 +119,6 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
             "the chat template has no switch for thinking: --thinking and --no-thinking change nothing"
         )
     return remarks
-
-
-def _system_message(text: str | None) -> list[dict[str, Any]]:
-    return [] if text is None else [{"role": "system", "content": text}]
 
 
 class TurnError(Exception):
@@ -169,13 +150,13 @@ class Conversation:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """All messages, the system prompt first."""
-        return [*_system_message(self.system), *self.turns]
+        return [*system_message(self.system), *self.turns]
 
     @property
     def seen(self) -> list[dict[str, Any]]:
         """The messages that the model sees. Raises ValueError for a file that is no image any more."""
         return with_images(
-            [*_system_message(self.system), *self.turns[self.forgotten :]], self._process
+            [*system_message(self.system), *self.turns[self.forgotten :]], self._process
         )
 
     def _process(self, image: Any) -> Any:
@@ -326,25 +307,21 @@ class Conversation:
 class Screen:
     """Reads the user's lines, and shows the answers."""
 
-    def __init__(self, talk: Conversation) -> None:
-        self._talk = talk
+    def __init__(self, conversation: Conversation) -> None:
+        self._talk = conversation
         self._typed = sys.stdin.isatty()
         self._failed = 0
-        self._file: Path | None = None  # was written or read, and may be written again
+        self._ended = False
+        # The file that was written or read last; it may be written again.
+        self._file: Path | None = None
 
     def run(self) -> int:
         """Run until the input ends. Returns the number of a pipe's lines that failed; 0 at a terminal."""
         if self._typed:
             note("/help lists the commands; ctrl-D ends")
         for text in self._texts():
-            match = _COMMAND.match(text)
             try:
-                if match is None:
-                    self._answer(text)
-                elif match[1] in ("exit", "quit", "bye"):
-                    break
-                else:
-                    self._do(match[1], (match[2] or "").strip())
+                self._take(text)
             except TurnError as error:
                 self._failed += 1
                 note(str(error))
@@ -353,7 +330,21 @@ class Screen:
                     raise
                 print()
                 note("stopped before an answer began; the conversation is as it was")
+            if self._ended:
+                break
         return 0 if self._typed else self._failed
+
+    def _take(self, text: str) -> None:
+        """Run a command, or answer a message. Raises TurnError."""
+        match = _COMMAND_LINE.match(text)
+        if match is None:
+            self._answer(text)
+            return
+        name = match[1]
+        command = _commands_by_name().get(name)
+        if command is None:
+            raise TurnError(f"/{name} is not a command; /help lists them")
+        command.run(self, (match[2] or "").strip())
 
     def _texts(self) -> Iterator[str]:
         """The user's texts that are not empty."""
@@ -445,51 +436,61 @@ class Screen:
             return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"
 
-    def _do(self, command: str, text: str) -> None:
-        """Run a command of `_HELP`. Raises TurnError."""
-        talk = self._talk
-        match command:
-            case "help" | "?":
-                note(_HELP)
-            case "reset" | "clear":
-                talk.turns, talk.forgotten, talk.images = [], 0, []
-                note("the conversation is empty")
-            case "image":
-                if not text:
-                    raise TurnError("name the file of an image")
-                talk.add_image(Path(text))
-                note(f"{counted(len(talk.images), 'image')} for the next message")
-            case "retry":
-                self._answer(None)
-            case "system":
-                if text:
-                    talk.system = None if text == "-" else text
-                note(f"system prompt: {talk.system or 'none'}")
-            case "set":
-                name, _, value = text.partition(" ")
-                if value.strip():
-                    talk.set_parameter(name.replace("-", "_"), value.strip())
-                elif name:
-                    raise TurnError(
-                        f"/set {name} has no value; give one, or null for the model's own"
-                    )
-                given = ", ".join(f"{name} {value}" for name, value in talk.options.items())
-                note(f"{given or 'nothing is set'}; the rest is the model's own")
-            case "stats":
-                speed = talk.tokens / max(talk.seconds, 1e-9)
-                note(
-                    f"{counted(talk.answers, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
-                    f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
-                )
-            case "save" | "load":
-                if not text:
-                    raise TurnError("name a file")
-                path = Path(text).expanduser().absolute()
-                self._save(path) if command == "save" else self._load(path)
-            case _:
-                raise TurnError(f"/{command} is not a command; /help lists them")
+    def show_help(self, text: str) -> None:
+        """`/help`: the commands, and how texts are written."""
+        lines = [command.help_line for command in COMMANDS]
+        note("\n".join([*lines, _INPUT_HELP]))
 
-    def _save(self, path: Path) -> None:
+    def reset(self, text: str) -> None:
+        """`/reset`: forget the conversation, and the images of the next message."""
+        self._talk.turns = []
+        self._talk.forgotten = 0
+        self._talk.images = []
+        note("the conversation is empty")
+
+    def add_image(self, text: str) -> None:
+        """`/image FILE`."""
+        if not text:
+            raise TurnError("name the file of an image")
+        self._talk.add_image(Path(text))
+        note(f"{counted(len(self._talk.images), 'image')} for the next message")
+
+    def retry(self, text: str) -> None:
+        """`/retry`: answer the last question again."""
+        self._answer(None)
+
+    def set_system_prompt(self, text: str) -> None:
+        """`/system TEXT`: a system prompt; "-" for none, and no text to show it."""
+        if text:
+            self._talk.system = None if text == "-" else text
+        note(f"system prompt: {self._talk.system or 'none'}")
+
+    def set_parameter(self, text: str) -> None:
+        """`/set NAME VALUE`: a parameter of the next answers; without both, show them."""
+        name, _, value = text.partition(" ")
+        if value.strip():
+            self._talk.set_parameter(name.replace("-", "_"), value.strip())
+        elif name:
+            raise TurnError(f"/set {name} has no value; give one, or null for the model's own")
+        given = ", ".join(f"{name} {value}" for name, value in self._talk.options.items())
+        note(f"{given or 'nothing is set'}; the rest is the model's own")
+
+    def show_figures(self, text: str) -> None:
+        """`/stats`: what the answers came to."""
+        talk = self._talk
+        speed = talk.tokens / max(talk.seconds, 1e-9)
+        note(
+            f"{counted(talk.answers, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
+            f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
+        )
+
+    def end(self, text: str) -> None:
+        """`/exit`."""
+        self._ended = True
+
+    def save(self, text: str) -> None:
+        """`/save FILE`: write the conversation."""
+        path = _path_of(text)
         if path.exists() and path != self._file:
             raise TurnError(f"{path} exists; give another file")
         messages = self._talk.messages
@@ -502,9 +503,11 @@ class Screen:
         self._file = path
         note(f"{counted(len(messages), 'message')} written to {path}")
 
-    def _load(self, path: Path) -> None:
+    def load(self, text: str) -> None:
+        """`/load FILE`: continue a conversation that was saved."""
         from qsample.text.chat import check_messages
 
+        path = _path_of(text)
         try:
             document = read_json(path)
             messages: Any = document.get("messages") if isinstance(document, dict) else document
@@ -517,6 +520,80 @@ class Screen:
         self._file = path
         waits = "" if messages[-1]["role"] == "assistant" else "; /retry answers the last"
         note(counted(len(messages), "message") + waits)
+
+
+def _path_of(text: str) -> Path:
+    """The file that a command names. Raises TurnError if it names none."""
+    if not text:
+        raise TurnError("name a file")
+    return Path(text).expanduser().absolute()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the conversation, a line that begins with a slash.
+
+    Attributes:
+        name: the name after the slash.
+        argument: what the help shows after the name.
+        help: what the command does.
+        run: the method of `Screen`. It is given the text after the name, and raises TurnError.
+        aliases: other names of the command.
+    """
+
+    name: str
+    argument: str
+    help: str
+    run: Callable[[Screen, str], None]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def help_line(self) -> str:
+        usage = f"/{self.name} {self.argument}".rstrip()
+        return f"{usage:<17} {self.help}"
+
+
+COMMANDS: Final = (
+    Command("image", "FILE", "put an image in front of the next message", Screen.add_image),
+    Command(
+        "system",
+        "TEXT",
+        "set the system prompt; without TEXT show it, with - drop it",
+        Screen.set_system_prompt,
+    ),
+    Command(
+        "set",
+        "NAME VALUE",
+        "change a parameter, such as /set temperature 0.7; without NAME show them",
+        Screen.set_parameter,
+    ),
+    Command(
+        "reset",
+        "",
+        "forget the conversation, not the system prompt",
+        Screen.reset,
+        aliases=("clear",),
+    ),
+    Command(
+        "retry",
+        "",
+        "answer the last message again, with the next seed if one is set",
+        Screen.retry,
+    ),
+    Command("save", "FILE", 'write the conversation as JSON, {"messages": [...]}', Screen.save),
+    Command("load", "FILE", "continue a saved conversation", Screen.load),
+    Command("stats", "", "tokens and speed so far", Screen.show_figures),
+    Command("help", "", "this", Screen.show_help, aliases=("?",)),
+    Command("exit", "", "end, as ctrl-D does", Screen.end, aliases=("quit", "bye")),
+)
+_INPUT_HELP: Final = '''\
+A line that ends with \\ goes on in the next; """ begins and ends a text of several lines.
+ctrl-C stops an answer and keeps its text.'''
+
+
+def _commands_by_name() -> dict[str, Command]:
+    """The commands by their names and aliases."""
+    return {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 
 
 CHAT: Final = CliCommand(chat, Panel.RUN, EXAMPLES)

@@ -5,38 +5,32 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.common import (
-    CHAT_FLAGS,
-    FORM_FLAGS,
-    LOAD_FLAGS,
-    SAMPLING_FLAGS,
+    ChatMode,
     Images,
     Json,
-    chat_options,
+    SamplingOptions,
+    TemplateOptions,
     check_jinja,
-    chosen_adapter,
     context_full,
-    load_given,
-    open_given,
-    read_loras,
     read_text,
-    sampling_options,
-    with_flags,
-    with_images_before,
+    with_adapter,
 )
+from qsample.cli.opening import LoadOptions
+from qsample.cli.option_groups import with_option_groups
 from qsample.cli.prompt_file import (
-    check_output,
+    Line,
+    PromptFileOptions,
+    RunOptions,
     generate_file,
-    read_lines,
     rows_of,
 )
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
@@ -44,15 +38,13 @@ from qsample.errors import ArgumentError, QsampleError
 
 if TYPE_CHECKING:
     from qsample.contract.arrays import Array
+    from qsample.models.model import PackagedModel
     from qsample.package.package import Package
     from qsample.request.grammar import Form
-    from qsample.runtime import CausalLM, GenerateOutput, Step
+    from qsample.runtime import CausalLM, GenerateOutput, Step, TextStreamer
 
-_SHOWN: Final = (
-    "logprobs",
-    "top_logprob_ids",
-    "top_logprobs",
-)  # in JSON, if the package returns them
+# The outputs of a package that the JSON has, if the package returns them.
+_OUTPUTS_IN_JSON: Final = ("logprobs", "top_logprob_ids", "top_logprobs")
 _AS_A_CHAT: Final = (
     "answering as a chat, with the model's chat template; --raw continues the text itself"
 )
@@ -68,9 +60,128 @@ EXAMPLES: Final = (
 )
 
 
-@with_flags({**FORM_FLAGS, **CHAT_FLAGS, **LOAD_FLAGS, **SAMPLING_FLAGS})
+_FORM_PANEL: Final = (
+    "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """The prompts, and what becomes of each."""
+
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)"),
+    ] = None
+    image: Images = None
+    file: PromptFileOptions
+    num_return_sequences: Annotated[
+        int,
+        typer.Option("--num-return-sequences", min=1, max=128, help="Answers to each --prompt."),
+    ] = 1
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw",
+            help="Continue the text of a prompt itself, although the model has a chat template.",
+        ),
+    ] = False
+
+    def check(self) -> None:
+        """Raise typer.BadParameter for options that contradict each other."""
+        has_file = self.file.prompt_file is not None
+        if has_file and self.prompt:
+            raise typer.BadParameter("--prompt and --prompt-file were given; give either")
+        self.file.check()
+        if self.image and (has_file or len(self.prompt or ()) > 1):
+            raise typer.BadParameter(
+                '--image goes with a single --prompt; a line of --prompt-file has "images": [...]'
+            )
+        if self.num_return_sequences > 1 and has_file:
+            raise typer.BadParameter("--num-return-sequences goes with --prompt")
+
+    def texts(self) -> list[str]:
+        """The prompts of the command line, or of standard input; none if there is a prompt file.
+
+        Raises:
+            typer.BadParameter: there is no prompt.
+        """
+        if self.file.prompt_file is not None:
+            return []
+        return self.prompt or [_read_stdin()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """The form that the answers have to follow."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON|FILE",
+            help="Answers are JSON of this schema; {} is any JSON.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX", help="Answers match this expression.", rich_help_panel=_FORM_PANEL
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|FILE",
+            help="Answers follow this grammar, Lark's or GBNF.",
+            rich_help_panel=_FORM_PANEL,
+        ),
+    ] = None
+
+    def form(self) -> Form | None:
+        """The form; None if no option was given.
+
+        Raises:
+            typer.BadParameter: several options were given, a file cannot be read, or no answer can follow the form.
+        """
+        given: list[tuple[_FormKind, str, str]] = []
+        if self.json_schema is not None:
+            given.append(("json_schema", "--json-schema", self.json_schema))
+        if self.regex is not None:
+            given.append(("regex", "--regex", self.regex))
+        if self.grammar is not None:
+            given.append(("grammar", "--grammar", self.grammar))
+        if not given:
+            return None
+        if len(given) > 1:
+            flags = " and ".join(flag for _, flag, _ in given)
+            raise typer.BadParameter(f"{flags} were given; give one of them")
+        kind, flag, value = given[0]
+        return _checked_form(kind, flag, value)
+
+
+_FormKind = Literal["json_schema", "regex", "grammar"]
+
+
+def _checked_form(kind: _FormKind, flag: str, value: str) -> Form:
+    from qsample.request.grammar import Form, check_form
+
+    is_text = kind == "regex" or _is_schema_or_grammar(value)
+    form = Form(kind, value if is_text else read_text(Path(value), flag))
+    try:
+        check_form(form)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{flag}: {error}") from None
+    return form
+
+
+def _is_schema_or_grammar(value: str) -> bool:
+    """Whether a value is a schema or grammar itself, and not the name of its file."""
+    return value.lstrip().startswith("{") or "start:" in value or "::=" in value
+
+
+@with_option_groups
 def generate(
-    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -78,159 +189,57 @@ def generate(
             help="Package, checkpoint or hub id. (default: the bundled model)",
         ),
     ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Repeat it for a batch. (default: standard input)"),
-    ] = None,
-    image: Images = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A prompt a line; or JSON lines (.jsonl) of prompt or messages, id, parameters.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)",
-        ),
-    ] = None,
-    retry_errors: Annotated[
-        bool,
-        typer.Option(
-            "--retry-errors", help="Do the rows again whose line in --output has an error."
-        ),
-    ] = False,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)",
-        ),
-    ] = None,
-    num_return_sequences: Annotated[
-        int,
-        typer.Option("--num-return-sequences", min=1, max=128, help="Answers to each --prompt."),
-    ] = 1,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw",
-            help="Continue the text of a prompt itself, although the model has a chat template.",
-        ),
-    ] = False,
-    ctx_len: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens that a row holds, for a portable package or a checkpoint. (default: as many as a portable "
-            "package needs, otherwise the model's, at most 4096)",
-        ),
-    ] = None,
-    flush_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)"
-        ),
-    ] = None,
-    double_buffering: Annotated[
-        bool,
-        typer.Option(
-            "--double-buffering/--no-double-buffering",
-            help="Read a token while the next is computed.",
-        ),
-    ] = True,
+    *,
+    prompts: PromptOptions,
+    running: RunOptions,
     as_json: Json = False,
+    form: FormOptions,
+    template: TemplateOptions,
+    loading: LoadOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Generate text. If the model has a chat template, a prompt is a user's message; without one, it is continued.
 
     A single prompt streams; several form a batch. The model has the defaults.
     """
-    given, system, loras = ctx.params, ctx.params["system"], read_loras(ctx.params["lora"])
-    options, chat_settings = chosen_adapter(sampling_options(given), loras), chat_options(given)
-    if prompt_file is not None and prompt:
-        raise typer.BadParameter("--prompt and --prompt-file were given; give either")
-    for name, value in (("--output", output), ("--slots", slots)):
-        if value is not None and prompt_file is None:
-            raise typer.BadParameter(f"{name} goes with --prompt-file")
-    if image and (prompt_file is not None or len(prompt or ()) > 1):
-        raise typer.BadParameter(
-            '--image goes with a single --prompt; a line of --prompt-file has "images": [...]'
-        )
-    if num_return_sequences > 1 and prompt_file is not None:
-        raise typer.BadParameter("--num-return-sequences goes with --prompt")
-    if retry_errors and output is None:
-        raise typer.BadParameter("--retry-errors goes with --output")
-    asks_for_chat = bool(chat_settings) or system is not None
-    if raw and asks_for_chat:
+    arguments = with_adapter(sampling.arguments(), loading.loras())
+    chat = ChatMode.of(template)
+    prompts.check()
+    if prompts.raw and chat.asked_for:
         raise typer.BadParameter(
             "--raw goes without a chat template, and --system, --chat-template, --chat-template-kwargs and --thinking "
             "belong to it; give either"
         )
-    form = _form({f"--{name.replace('_', '-')}": given[name] for name in FORM_FLAGS})
-    lines = []
-    if prompt_file is not None:  # before a checkpoint is exported
-        lines = read_lines(prompt_file)
-        check_output(output, prompt_file)
-    running = {"flush_every": flush_every, "double_buffering": double_buffering}
-    prompts = prompt or ([] if prompt_file else [_read_stdin()])
-    opened = open_given(
-        model, given, allowed_tokens=form is not None
-    )  # stays in the cache as long as this
-    if form is not None and not opened.package.interface.features.allowed_tokens:
+    answer_form = form.form()
+    # The prompts are read before a checkpoint is exported, because that takes long.
+    lines = prompts.file.lines()
+    texts = prompts.texts()
+    opened = loading.open(model, ctx_len=running.ctx_len, allowed_tokens=answer_form is not None)
+    if answer_form is not None:
+        _check_takes_masks(opened.package)
+    if not prompts.raw and _has_chat_template(opened.package):
+        chat = chat.enable()
+    run = _Run(
+        opened=opened,
+        loading=loading,
+        running=running,
+        arguments=arguments,
+        chat=chat,
+        form=answer_form,
+    )
+    if prompts.file.prompt_file is None:
+        run.answer_prompts(prompts, texts, as_json=as_json)
+    else:
+        run.answer_file(prompts.file, lines)
+
+
+def _check_takes_masks(package: Package) -> None:
+    """Raise QsampleError for a package whose answers cannot follow a form."""
+    if not package.interface.features.allowed_tokens:
         raise QsampleError(
             "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
             "--for-serving, or a checkpoint; export the model again"
         )
-    chat = asks_for_chat or (not raw and _has_chat_template(opened.package))
-    by_default = chat and not asks_for_chat
-    if prompt_file is None:
-        inputs: list[Any] = list(prompts)
-        if chat:
-            check_jinja()
-            head = [] if system is None else [{"role": "system", "content": system}]
-            inputs = [
-                [*head, {"role": "user", "content": with_images_before(text, image or ())}]
-                for text in prompts
-            ]
-        loaded = load_given(opened, given)
-        if by_default:
-            note(_AS_A_CHAT)
-        _generate_prompts(
-            loaded,
-            prompts,
-            inputs,
-            chat=chat,
-            as_json=as_json,
-            form=form,
-            **({"images": image} if image and not chat else {}),
-            num_return_sequences=num_return_sequences,
-            **options,
-            **chat_settings,
-            **running,
-        )
-        return
-    rows = rows_of(lines, options, chat_settings, as_chat=chat, system=system)
-    if any(row.is_chat for row in rows):
-        check_jinja()
-    elif asks_for_chat and not any(row.error for row in rows):
-        raise typer.BadParameter(
-            f"each prompt of --prompt-file {prompt_file} is token ids, so --system, --chat-template, "
-            "--chat-template-kwargs and --thinking would change nothing; leave them out"
-        )
-    if by_default and any(line.is_text for line in lines):
-        note(_AS_A_CHAT)
-    generate_file(
-        partial(load_given, opened, given),
-        rows,
-        output,
-        slots=slots,
-        retry_errors=retry_errors,
-        form=form,
-        **running,
-    )
 
 
 def _has_chat_template(package: Package) -> bool:
@@ -240,25 +249,113 @@ def _has_chat_template(package: Package) -> bool:
     return package.has(TOKENIZER_FILE) and bool(ChatTemplates.of(package).templates)
 
 
-def _form(given: Mapping[str, str | None]) -> Form | None:
-    """The form that answers have to follow. Raises typer.BadParameter for several, and for an invalid one."""
-    named = {option: value for option, value in given.items() if value is not None}
-    if not named:
-        return None
-    if len(named) > 1:
-        raise typer.BadParameter(f"{' and '.join(named)} were given; give one of them")
-    from qsample.request.grammar import Form, check_form
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A run of the command, after its options were checked.
 
-    ((option, value),) = named.items()
-    is_text = (
-        option == "--regex" or value.lstrip().startswith("{") or "start:" in value or "::=" in value
-    )
-    form = Form(option[2:].replace("-", "_"), value if is_text else read_text(Path(value), option))  # type: ignore[arg-type]
-    try:
-        check_form(form)
-    except ArgumentError as error:
-        raise typer.BadParameter(f"{option}: {error}") from None
-    return form
+    Attributes:
+        opened: the package. It stays in the cache as long as this object.
+        arguments: the sampling options and the adapter, as arguments of `CausalLM.generate`.
+        chat: whether the texts of prompts are messages of a user.
+        form: the form of all answers.
+    """
+
+    opened: PackagedModel
+    loading: LoadOptions
+    running: RunOptions
+    arguments: dict[str, Any]
+    chat: ChatMode
+    form: Form | None
+
+    def load(self) -> CausalLM:
+        """Load the package with its adapters."""
+        return self.loading.load(self.opened, ctx_len=self.running.ctx_len)
+
+    def answer_prompts(self, prompts: PromptOptions, texts: list[str], *, as_json: bool) -> None:
+        """Answer the prompts of the command line as a batch."""
+        if self.chat.enabled:
+            check_jinja()
+        model = self.load()
+        if self.chat.is_default:
+            note(_AS_A_CHAT)
+        if model.tokenizer is None:
+            raise QsampleError(
+                'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
+                "--prompt-file, or export the model with a tokenizer"
+            )
+        # The text of each answer's prompt.
+        repeated = [text for text in texts for _ in range(prompts.num_return_sequences)]
+        inputs = self._inputs(texts, prompts.image or [])
+        arguments = self._arguments(model, prompts)
+        if self.form is not None:
+            arguments["allowed_tokens"] = _guide(model, self.form, len(repeated))
+        if as_json:
+            output = _answer(model, inputs, arguments, outputs=_json_outputs(model))
+            document = _as_json(repeated, output)
+            typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
+        elif len(repeated) > 1:
+            output = _answer(model, inputs, arguments)
+            _show(repeated, output, with_prompt=not self.chat.enabled)
+        else:
+            output = self._stream(model, inputs, arguments, texts[0])
+        _report(model, output, as_json=as_json)
+
+    def _inputs(self, texts: list[str], images: Sequence[Path]) -> list[Any]:
+        """The inputs of `CausalLM.generate` for prompts: texts, or conversations."""
+        if not self.chat.enabled:
+            return list(texts)
+        return [self.chat.messages(text, images) for text in texts]
+
+    def _arguments(self, model: CausalLM, prompts: PromptOptions) -> dict[str, Any]:
+        """The arguments of `CausalLM.generate` beside its inputs."""
+        stop_strings = self.arguments.get("stop_strings") or model.generation_config.stop_strings
+        arguments = {
+            **self.arguments,
+            **self.chat.arguments,
+            "stop_strings": stop_strings,
+            "num_return_sequences": prompts.num_return_sequences,
+            "flush_every": self.running.flush_every,
+            "double_buffering": self.running.double_buffering,
+        }
+        if prompts.image and not self.chat.enabled:
+            arguments["images"] = prompts.image
+        return arguments
+
+    def _stream(
+        self, model: CausalLM, inputs: list[Any], arguments: dict[str, Any], text: str
+    ) -> GenerateOutput:
+        """Answer a single prompt, and print the text of the answer while it is generated.
+
+        Args:
+            text: the text of the prompt, which is printed before a continuation.
+        """
+        from qsample.runtime import TextStreamer
+
+        assert model.tokenizer is not None
+        # The model reads placeholders where images are; the prompt is printed without them.
+        has_placeholders = "images" in arguments
+        if has_placeholders:
+            print(text, end="", flush=True)
+        streamer = TextStreamer(
+            model.tokenizer,
+            skip_prompt=self.chat.enabled or has_placeholders,
+            stop_strings=arguments["stop_strings"],
+        )
+        return _answer(model, inputs, arguments, streamer=streamer)
+
+    def answer_file(self, file: PromptFileOptions, lines: list[Line]) -> None:
+        """Answer the lines of a prompt file."""
+        rows = rows_of(lines, self.arguments, self.chat)
+        if any(row.is_chat for row in rows):
+            check_jinja()
+        elif self.chat.asked_for and not any(row.error for row in rows):
+            raise typer.BadParameter(
+                f"each prompt of --prompt-file {file.prompt_file} is token ids, so --system, --chat-template, "
+                "--chat-template-kwargs and --thinking would change nothing; leave them out"
+            )
+        if self.chat.is_default and any(line.is_text for line in lines):
+            note(_AS_A_CHAT)
+        generate_file(self.load, rows, file, self.running, self.form)
 
 
 def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Array], None]:
@@ -275,57 +372,46 @@ def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Arr
     return guide
 
 
-def _generate_prompts(
+def _answer(
     model: CausalLM,
-    prompts: list[str],
     inputs: list[Any],
+    arguments: dict[str, Any],
     *,
-    chat: bool,
-    as_json: bool,
-    form: Form | None,
-    **options: Any,
-) -> None:
-    from qsample.runtime import TextStreamer
-
-    if model.tokenizer is None:
-        raise QsampleError(
-            'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
-            "--prompt-file, or export the model with a tokenizer"
-        )
-    prompts = [prompt for prompt in prompts for _ in range(options["num_return_sequences"])]
-    if form is not None:
-        options["allowed_tokens"] = _guide(model, form, len(prompts))
-    stops = options.pop("stop_strings", None) or model.generation_config.stop_strings
-    images = options.get("images")
-    streamer = (
-        None
-        if as_json or len(prompts) > 1
-        else TextStreamer(model.tokenizer, skip_prompt=chat or bool(images), stop_strings=stops)
-    )
-    if images and streamer is not None:
-        print(prompts[0], end="", flush=True)  # without its placeholders
+    outputs: Sequence[str] = (),
+    streamer: TextStreamer | None = None,
+) -> GenerateOutput:
+    """Generate a batch, without warnings: the finish reasons of its rows say the same."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the finish reasons say the same
-        there = {spec.name for spec in model.interface.token_outputs}
-        shown = [name for name in _SHOWN if as_json and name in there]
-        done = model.generate(
-            inputs, streamer=streamer, stop_strings=stops, outputs=shown, **options
+        warnings.simplefilter("ignore")
+        output: GenerateOutput = model.generate(
+            inputs, streamer=streamer, outputs=list(outputs), **arguments
         )
-    if as_json:
-        typer.echo(json.dumps(_as_json(prompts, done), ensure_ascii=False, indent=2))
-    elif streamer is None:
-        _show(prompts, done, with_prompt=not chat)
-    note(_figures(done))
-    limit = model.capacity(2**30)  # the largest
-    used = map(sum, zip(done.prompt_lengths, map(len, done.token_ids), strict=True))
-    full = [
-        row
-        for row, count in enumerate(used, 1)
-        if done.finish_reasons[row - 1] == "length" and count >= limit
-    ]
-    if full:
-        note(context_full(limit, f"ended {len(full)} of {len(prompts)} rows"))
-    if "invalid" in done.finish_reasons:
+    return output
+
+
+def _json_outputs(model: CausalLM) -> list[str]:
+    """The optional outputs of a package that the JSON has."""
+    returned = {spec.name for spec in model.interface.token_outputs}
+    return [name for name in _OUTPUTS_IN_JSON if name in returned]
+
+
+def _report(model: CausalLM, output: GenerateOutput, *, as_json: bool) -> None:
+    """Print the figures of a batch on stderr, with remarks about rows that did not end as they should.
+
+    Raises:
+        QsampleError: a row ended because its logits were NaN or infinite.
+    """
+    note(_figures(output))
+    largest_capacity = model.capacity(2**30)
+    full_rows = 0
+    for row, reason in enumerate(output.finish_reasons):
+        length = output.prompt_lengths[row] + len(output.token_ids[row])
+        if reason == "length" and length >= largest_capacity:
+            full_rows += 1
+    if full_rows:
+        total = len(output.finish_reasons)
+        note(context_full(largest_capacity, f"ended {full_rows} of {total} rows"))
+    if "invalid" in output.finish_reasons:
         kind = AlreadyPrintedError if as_json else QsampleError
         raise kind("the model gave NaN or infinite logits, and a row ended there")
 
@@ -355,7 +441,7 @@ def _as_json(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
             "seed": output.seeds[row],
             "prompt_tokens": output.prompt_lengths[row],
         }
-        for name in _SHOWN:
+        for name in _OUTPUTS_IN_JSON:
             values = getattr(output, name)
             if values is not None:
                 entry[name] = finite(values[row, : len(new)].tolist())

@@ -25,10 +25,9 @@ from qsample.cli.common import (
     Provider,
     TextOnly,
     Weights,
-    is_package,
-    open_exported,
 )
 from qsample.cli.help import Command
+from qsample.cli.opening import CompileChoices, FeatureNeeds, is_package, open_exported
 from qsample.cli.quantized import divergence_in_words, quantization_in_words, table_of_bits
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
@@ -437,15 +436,10 @@ def pull(
         raise typer.BadParameter(f"{model} is a package already; commands take it as it is")
     if not os.path.exists(model):
         find_source(SourceRequest(name=model)).download_newest()
-    opened = open_exported(
-        model,
-        provider,
-        weights=weights,
-        preset=preset,
-        ctx_len=ctx_len,
-        text_only=text_only,
-        for_serving=for_serving,
+    choices = CompileChoices(
+        provider=provider, weights=weights, preset=preset, ctx_len=ctx_len, text_only=text_only
     )
+    opened = open_exported(model, choices, FeatureNeeds(for_serving=for_serving))
     print(opened.package.path)
 
 

@@ -6,20 +6,15 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from qsample.cli.commands import CliCommand, Panel
-from qsample.cli.common import (
-    LOAD_FLAGS,
-    SAMPLING_FLAGS,
-    Json,
-    load_given,
-    open_given,
-    with_flags,
-)
+from qsample.cli.common import SAMPLING_PANELS, Json
+from qsample.cli.opening import LoadOptions
+from qsample.cli.option_groups import FieldFlags, with_option_groups
 from qsample.cli.terminal import console, format_size, progress, table
 from qsample.request.sampling_params import SamplingParams
 
@@ -33,7 +28,8 @@ BENCH_EXAMPLES: Final = (
     "qsample bench qwen3-cpu --temperature 0.8 --top-p 0.9 --json\n\n"
     "qsample bench qwen-vl-cpu --image 1024x768"
 )
-_SAMPLING: Final = {  # with their defaults
+# The sampling options of a benchmark. By default it is greedy, whatever the model's generation_config says.
+_SAMPLING_DEFAULTS: Final = {
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -41,70 +37,82 @@ _SAMPLING: Final = {  # with their defaults
     "repetition_penalty": 1.0,
     "prompt_lookup_num_tokens": 0,
 }
+_IMAGE_SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 
-@with_flags(
-    {
-        **{name: SAMPLING_FLAGS[name]._replace(default=value) for name, value in _SAMPLING.items()},
-        **LOAD_FLAGS,
-    }
-)
-def bench(
-    ctx: typer.Context,
-    package: Annotated[
-        str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
-    ],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """The prompts that a benchmark generates from, and how often."""
+
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64,
+    ] = None
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 64
+    new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps to time.")] = 64
     repetitions: Annotated[
         int, typer.Option(min=1, help="Generations to time, after a warm-up.")
-    ] = 3,
+    ] = 3
     image: Annotated[
         str | None,
         typer.Option(
             metavar="WIDTHxHEIGHT", help="Put a random image before every prompt, and time it."
         ),
-    ] = None,
+    ] = None
+
+    def image_size(self) -> tuple[int, int] | None:
+        """Width and height of the image in pixels. Raises typer.BadParameter for anything else."""
+        if self.image is None:
+            return None
+        found = _IMAGE_SIZE.fullmatch(self.image)
+        if found is None:
+            raise typer.BadParameter(
+                f"--image is {self.image}; give a width and a height in pixels, such as 640x480"
+            )
+        return int(found[1]), int(found[2])
+
+
+@with_option_groups
+def bench(
+    package: Annotated[
+        str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
+    ],
+    *,
+    workload: WorkloadOptions,
     as_json: Json = False,
+    sampling: Annotated[
+        dict[str, Any],
+        FieldFlags(SamplingParams, panels=SAMPLING_PANELS, unset=True, defaults=_SAMPLING_DEFAULTS),
+    ],
+    loading: LoadOptions,
 ) -> None:
     """Time a package: first token, prefill, decode steps, memory."""
     from qsample.runtime.bench import measure
 
-    size = None
-    if image is not None:
-        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", image)
-        if found is None:
-            raise typer.BadParameter(
-                f"--image is {image}; give a width and a height in pixels, such as 640x480"
-            )
-        size = int(found[1]), int(found[2])
+    image_size = workload.image_size()
     try:
-        params = SamplingParams(**{name: ctx.params[name] for name in _SAMPLING})
+        params = SamplingParams(**sampling)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = open_given(package, ctx.params)  # stays in the cache as long as this
+    opened = loading.open(package)  # stays in the cache as long as this
     start = time.perf_counter()
-    model = load_given(opened, ctx.params)
+    model = loading.load(opened)
     load_seconds = time.perf_counter() - start
-    measurements = []
+    batches = workload.batch or [1]
+    measurements: list[Measurement] = []
     with progress() as report:
-        for index, rows in enumerate(batches := batch or [1]):
+        for index, rows in enumerate(batches):
             report(f"{rows} rows", index / len(batches))
-            measurements.append(
-                measure(
-                    model,
-                    rows,
-                    prompt_tokens,
-                    new_tokens,
-                    params,
-                    repetitions,
-                    [*model.adapters.values()],
-                    size,
-                )
+            measurement = measure(
+                model,
+                rows,
+                workload.prompt_tokens,
+                workload.new_tokens,
+                params,
+                workload.repetitions,
+                list(model.adapters.values()),
+                image_size,
             )
+            measurements.append(measurement)
     if as_json:
         typer.echo(json.dumps(_describe_bench(model, measurements, load_seconds), indent=2))
     else:

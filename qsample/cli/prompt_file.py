@@ -1,7 +1,7 @@
-"""`--prompt-file` of `qsample generate`: rows enter; JSON lines leave in their order, a line for each row.
+"""`--prompt-file` of `qsample generate`: the lines of a file become rows, and each row a line of JSON, in their order.
 
-Each line begins with the id of its row. An interrupted run continues after the last whole line of its file, if the
-lines have the ids of the first rows. A line with an error may be done again, from a corrected prompt.
+Each line of the results begins with the id of its row. An interrupted run continues after the last whole line of its
+file, if the lines have the ids of the first rows. A line with an error may be done again, from a corrected prompt.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from qsample.cli.common import context_full, read_text, with_images_before
+from qsample.cli.common import ChatMode, context_full, read_text, system_message
 from qsample.cli.spellings import names_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
 from qsample.disk.locks import lock
@@ -35,36 +35,105 @@ from qsample.request.sampling_params import NUM_SEEDS, SAMPLING_FIELDS, Sampling
 
 if TYPE_CHECKING:
     from qsample.request.grammar import Form
-    from qsample.runtime import CausalLM, RequestOutput
+    from qsample.runtime import CausalLM, Engine, RequestOutput
 
-_JSON_LINES: Final = (".jsonl", ".ndjson", ".json")
-_WAITING: Final = 64  # prompts that are read ahead of the slots
-_NO_OPTIONS: Final = (
-    "id",
-    "metadata",
-    "prompt",
-    "messages",
-    "images",
-)  # fields of a line that are not parameters
+_JSON_LINES_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
+# The fields of a line that are not parameters of its row.
+_OTHER_FIELDS: Final = ("id", "metadata", "prompt", "messages", "images")
+# So many prompts are read ahead of the rows that run.
+_MAX_WAITING_ROWS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A prompt of the file. `error`: the mistake in its line, if any."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFileOptions:
+    """The file of the prompts, and the file of the answers."""
 
-    id: Any
-    inputs: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A prompt a line; or JSON lines (.jsonl) of prompt or messages, id, parameters.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines for --prompt-file; rows in it are not done again. (default: stdout)",
+        ),
+    ] = None
+    retry_errors: Annotated[
+        bool,
+        typer.Option(
+            "--retry-errors", help="Do the rows again whose line in --output has an error."
+        ),
+    ] = False
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows at once, for --prompt-file. (default: the number it was compiled for, else 8)",
+        ),
+    ] = None
 
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.inputs, list) and not _are_ids(self.inputs)
+    def check(self) -> None:
+        """Raise typer.BadParameter for options whose file was not given."""
+        for flag, value in (("--output", self.output), ("--slots", self.slots)):
+            if value is not None and self.prompt_file is None:
+                raise typer.BadParameter(f"{flag} goes with --prompt-file")
+        if self.retry_errors and self.output is None:
+            raise typer.BadParameter("--retry-errors goes with --output")
+
+    def lines(self) -> list[Line]:
+        """The lines of the prompt file; none without a file.
+
+        Raises:
+            typer.BadParameter: the prompts cannot be read, or the output cannot be written.
+        """
+        if self.prompt_file is None:
+            return []
+        lines = read_lines(self.prompt_file)
+        if self.output is not None:
+            _check_output(self.output, self.prompt_file)
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How the tokens of a package are computed."""
+
+    ctx_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens that a row holds, for a portable package or a checkpoint. (default: as many as a portable "
+            "package needs, otherwise the model's, at most 4096)",
+        ),
+    ] = None
+    flush_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps between two reads of the tokens. (default: 1 on the CPU, else 4)"
+        ),
+    ] = None
+    double_buffering: Annotated[
+        bool,
+        typer.Option(
+            "--double-buffering/--no-double-buffering",
+            help="Read a token while the next is computed.",
+        ),
+    ] = True
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file: an object with prompt or messages, id, and parameters. `error`: the mistake in it, if any."""
+    """A line of the prompt file.
+
+    Attributes:
+        number: the number of the line, from 1 on.
+        content: the object of the line: prompt or messages, id, and parameters; empty if it is not an object.
+        error: the mistake in the line, if any.
+    """
 
     number: int
     content: dict[str, Any] = field(default_factory=dict)
@@ -76,67 +145,104 @@ class Line:
         return isinstance(self.content.get("prompt"), str)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A prompt of the file, ready for an engine.
+
+    Attributes:
+        id: the id of the line, any JSON value; by default the number of the line.
+        inputs: the text, token ids or messages.
+        options: the arguments of `Engine.add_request`.
+        error: the mistake in the line, if any. The row is then not generated.
+    """
+
+    id: Any
+    inputs: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.inputs, list) and not _are_ids(self.inputs)
+
+
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file that are not empty: a prompt each, or a JSON object. Raises typer.BadParameter for a file
-    that is unreadable or empty."""
-    lines: list[Line] = []
-    as_json, text = path.suffix.lower() in _JSON_LINES, read_text(path, "--prompt-file")
+    """The lines of a file that are not empty: a prompt each, or a JSON object.
+
+    Raises:
+        typer.BadParameter: the file is unreadable or empty.
+    """
+    text = read_text(path, "--prompt-file")
+    as_json = path.suffix.lower() in _JSON_LINES_SUFFIXES
     if as_json and text.lstrip().startswith("[") and text.rstrip().endswith("]"):
         raise typer.BadParameter(
             f"--prompt-file {path} is a JSON array; give its objects a line each, as `jq -c '.[]'` writes them"
         )
+    lines: list[Line] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        content: dict[str, Any] = {} if as_json else {"prompt": line.rstrip("\r")}
-        error = None
         if as_json:
-            try:
-                content = _parse(line)
-                _check(content)
-                _read_images(content, path.parent)
-            except ValueError as mistake:
-                error = str(mistake)
-        lines.append(Line(number, content, error))
+            lines.append(_json_line(number, line, path.parent))
+        else:
+            lines.append(Line(number, {"prompt": line.rstrip("\r")}))
     return lines
 
 
-def rows_of(
-    lines: Sequence[Line],
-    options: Mapping[str, Any],
-    chat: Mapping[str, Any],
-    *,
-    as_chat: bool,
-    system: str | None,
-) -> list[Row]:
+def _json_line(number: int, text: str, folder: Path) -> Line:
+    """A line of a JSON file. Images are files below `folder`."""
+    content: dict[str, Any] = {}
+    try:
+        content = _parse(text)
+        _check_fields(content)
+        _use_token_ids(content)
+        _read_images(content, folder)
+    except ValueError as error:
+        return Line(number, content, str(error))
+    return Line(number, content)
+
+
+def rows_of(lines: Sequence[Line], options: Mapping[str, Any], chat: ChatMode) -> list[Row]:
     """The rows of a file's lines.
 
-    `options`, `chat`: of rows without one. `as_chat`: texts are a user's messages; token ids never are. `system`: the
-    system prompt of conversations.
+    Args:
+        options: the sampling options and the adapter of the command line; the parameters of a line replace them.
+        chat: whether texts are messages of a user; token ids never are. Conversations take its system prompt and its
+            arguments.
     """
-    rows: list[Row] = []
-    for line in lines:
-        content = dict(line.content)
-        name = content.get("id", line.number)
-        if line.error is not None:
-            rows.append(Row(name, error=line.error))
-            continue
-        own = {name: value for name, value in content.items() if name not in _NO_OPTIONS}
-        inputs: Any = content.get("prompt")
-        is_chat = "messages" in content or (as_chat and line.is_text)
-        if is_chat:
-            own_images = [] if "messages" in content else content.pop("images", [])
-            inputs = content.get("messages") or [
-                {"role": "user", "content": with_images_before(inputs, own_images)}
-            ]
-            if system is not None and inputs[0].get("role") != "system":
-                inputs = [{"role": "system", "content": system}, *inputs]
-        merged = _merge({**options, **chat} if is_chat else options, own)
-        if merged.get("seed") is None and options.get("seed") is not None:
-            merged["seed"] = (options["seed"] + len(rows)) % NUM_SEEDS
-        images = {"images": content["images"]} if "images" in content else {}
-        rows.append(Row(name, inputs, merged | images))
-    return rows
+    return [_row(index, line, options, chat) for index, line in enumerate(lines)]
+
+
+def _row(index: int, line: Line, options: Mapping[str, Any], chat: ChatMode) -> Row:
+    """The row of a line. index: the number of the row, from 0 on."""
+    content = line.content
+    row_id = content.get("id", line.number)
+    if line.error is not None:
+        return Row(row_id, error=line.error)
+    own_options = {name: value for name, value in content.items() if name not in _OTHER_FIELDS}
+    common_options = dict(options)
+    inputs = content.get("prompt")
+    images = content.get("images")
+    if "messages" in content:
+        inputs = _with_system_prompt(content["messages"], chat)
+        common_options |= chat.arguments
+    elif chat.enabled and line.is_text:
+        inputs = chat.messages(content["prompt"], images or [])
+        images = None  # they are parts of the message
+        common_options |= chat.arguments
+    merged = _merge(common_options, own_options)
+    if merged.get("seed") is None and options.get("seed") is not None:
+        merged["seed"] = (options["seed"] + index) % NUM_SEEDS
+    if images is not None:
+        merged["images"] = images
+    return Row(row_id, inputs, merged)
+
+
+def _with_system_prompt(messages: list[dict[str, Any]], chat: ChatMode) -> list[dict[str, Any]]:
+    """A conversation of a line, with the system prompt of the command line if it has none."""
+    if messages[0].get("role") == "system":
+        return messages
+    return [*system_message(chat.system), *messages]
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -152,55 +258,78 @@ def _parse(line: str) -> dict[str, Any]:
     return content
 
 
-def _check(content: dict[str, Any]) -> None:
+def _check_fields(content: dict[str, Any]) -> None:
     """Raise ValueError for the first mistake in the object of a line."""
-    from qsample.text.chat import ChatOptions
-
     given = [name for name in ("prompt", "messages") if name in content]
     if len(given) != 1:
         had = " and ".join(given) or "neither prompt nor messages"
         raise ValueError(f"the line has {had}; give either prompt or messages")
-    value = content[given[0]]
-    if given == ["prompt"] and not isinstance(value, str) and not _are_ids(value):
-        raise ValueError(f"prompt is {shown(value, 60)}; give a text, or token ids")
-    if given == ["messages"] and not (
-        isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
-    ):
-        raise ValueError(
-            f'messages is {shown(value, 60)}; give [{{"role": "user", "content": "..."}}]'
-        )
-    known = {*_NO_OPTIONS, "do_sample", "stop_strings", "outputs"}
-    known |= {item.name for item in (*fields(SamplingParams), *fields(ChatOptions))}
-    if others := sorted(content.keys() - known):
-        ours = names_here(
-            f"--{others[0].replace('_', '-')}", {f"--{name.replace('_', '-')}" for name in known}
-        )
-        close = [name[2:].replace("-", "_") for name in ours if name.startswith("--")]
-        close = close or difflib.get_close_matches(others[0], sorted(known), n=1)
-        hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
-        raise ValueError(
-            f"the line has {', '.join(others)}, which is not a parameter; {hint}put your own fields into metadata"
-        )
+    if "prompt" in content:
+        prompt = content["prompt"]
+        if not isinstance(prompt, str) and not _are_ids(prompt):
+            raise ValueError(f"prompt is {shown(prompt, 60)}; give a text, or token ids")
+    else:
+        messages = content["messages"]
+        if not _are_messages(messages):
+            raise ValueError(
+                f'messages is {shown(messages, 60)}; give [{{"role": "user", "content": "..."}}]'
+            )
+    _check_names(content)
+
+
+def _check_names(content: dict[str, Any]) -> None:
+    """Raise ValueError for fields of a line that are not parameters, with the name that they have here."""
+    from qsample.text.chat import ChatOptions
+
+    known = {*_OTHER_FIELDS, "do_sample", "stop_strings", "outputs"}
+    known |= {entry.name for entry in fields(SamplingParams)}
+    known |= {entry.name for entry in fields(ChatOptions)}
+    unknown_names = sorted(content.keys() - known)
+    if not unknown_names:
+        return
+    flags = {_flag(name) for name in known}
+    close = [
+        name[2:].replace("-", "_")
+        for name in names_here(_flag(unknown_names[0]), flags)
+        if name.startswith("--")
+    ]
+    if not close:
+        close = difflib.get_close_matches(unknown_names[0], sorted(known), n=1)
+    hint = f"did you mean {close[0]!r}? Otherwise " if close else ""
+    raise ValueError(
+        f"the line has {', '.join(unknown_names)}, which is not a parameter; {hint}put your own fields into metadata"
+    )
+
+
+def _flag(name: str) -> str:
+    """The flag of a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _use_token_ids(content: dict[str, Any]) -> None:
+    """Make integers of the token ids of a logit_bias: the keys of JSON objects are texts."""
     bias = content.get("logit_bias")
-    if isinstance(bias, dict) and all(key.isdecimal() for key in bias):  # JSON's keys are texts
+    if isinstance(bias, dict) and all(key.isdecimal() for key in bias):
         content["logit_bias"] = {int(key): value for key, value in bias.items()}
 
 
 def _read_images(content: dict[str, Any], folder: Path) -> None:
-    """Put the images of a line in order: files below `folder` by their paths, others by their bytes. Raises ValueError
-    for an image that cannot be read."""
+    """Put the images of a line in order: files below `folder` by their paths, data URLs by their bytes.
 
-    def found(image: Any) -> bytes | Path:
+    Raises:
+        ValueError: an image cannot be read.
+    """
+
+    def found(image: str | bytes) -> bytes | Path:
         if isinstance(image, bytes):
             return image
-        path: Path = folder / image
+        path = folder / image
         try:
             with open_plain(path):
                 return path
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"the image {image} cannot be read: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"the image {image} cannot be read: {reason}") from None
 
     if "images" in content:
         images = content["images"]
@@ -217,28 +346,33 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def _are_messages(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) for message in value)
+
+
 def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` on top of `options`, without the options that it contradicts."""
-    dropped: set[str] = set()
+    """The options of the command line with the parameters of a line on top, without options that these contradict."""
+    dropped = {"seed"}  # The seed of the command line is the first row's.
     if own.get("do_sample") is False or own.get("temperature") == 0:
         dropped |= SAMPLING_FIELDS.keys()
     elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
-    dropped.add("seed")  # of row 0; each row has another
-    return layered({name: value for name, value in options.items() if name not in dropped}, own)
+    remaining = {name: value for name, value in options.items() if name not in dropped}
+    return layered(remaining, own)
 
 
-def check_output(output: Path | None, source: Path) -> None:
+def _check_output(output: Path, source: Path) -> None:
     """Raise typer.BadParameter if `output` cannot take the rows of `source`, as far as that shows beforehand."""
-    if output is None:
-        return
     if output.exists() and output.samefile(source):
         raise typer.BadParameter("--output and --prompt-file are the same file; give another")
     if not output.parent.is_dir():
         raise typer.BadParameter(
             f"cannot write --output {output}: the folder {output.parent} does not exist; give another file"
         )
-    if output.exists() and not output.is_file():  # only a file's lines can be read again
+    # Only the lines of a plain file can be read again.
+    if output.exists() and not output.is_file():
         raise typer.BadParameter(
             f"cannot write --output {output}: it is not a plain file; give another, or leave it out for standard output"
         )
@@ -247,48 +381,54 @@ def check_output(output: Path | None, source: Path) -> None:
 def generate_file(
     load: Callable[[], CausalLM],
     rows: list[Row],
-    output: Path | None,
-    slots: int | None,
-    *,
-    retry_errors: bool = False,
-    form: Form | None = None,
-    **settings: Any,
+    file: PromptFileOptions,
+    running: RunOptions,
+    form: Form | None,
 ) -> None:
-    """Generate the rows that `output` does not have yet; without that file, all on stdout.
-    `retry_errors`: do the rows again whose line in `output` has an error. `form`: of all answers. `slots`, `settings`:
-    of `Engine`. Raises QsampleError if rows have an error."""
-    work = _Work(
-        cache(load), len(rows), {"slots": slots, "max_waiting": _WAITING, **settings}, form
-    )
-    if output is None:
-        work.do(rows, _print)
+    """Generate the rows that the output does not have yet; without an output, all of them on stdout.
+
+    Args:
+        load: loads the model. It is not called if no row is left.
+        rows: all rows of the prompt file.
+        file: the output, the slots of the engine, and whether rows with an error are done again.
+        form: the form of all answers.
+
+    Raises:
+        QsampleError: rows have an error, after all rows were done.
+    """
+    generation = _Generation(cache(load), len(rows), file, running, form)
+    if file.output is None:
+        generation.generate(rows, _print)
     else:
-        with results_file(output, rows, retry_errors=retry_errors) as results:
-            done, failed = results.done, results.failed
-            if done:
-                note(f"{done} of {len(rows)} rows are in {output} already")
-            if done < len(rows):
-                work.do(rows[done:], results.write, done)
-            if retry_errors and failed:
-                note(f"{counted(len(failed), 'row')} with an error: done again")
-                lines = list[str]()
-                try:
-                    work.do([rows[number] for number in failed], lines.append)
-                finally:  # also of an interruption
-                    results.replace(dict(zip(failed, lines, strict=False)))
-            else:
-                work.errors += len(failed)
-    work.tell()
-    if work.errors:
-        kind = (
-            AlreadyPrintedError if output is None else QsampleError
-        )  # stdout has only the lines of rows
-        again = (
-            ""
-            if output is None
-            else "; --retry-errors does these again, also from corrected prompts"
-        )
-        raise kind(f"{work.errors} of {len(rows)} rows have an error, see their lines{again}")
+        with results_file(file.output, rows, retry_errors=file.retry_errors) as results:
+            _complete(results, rows, generation)
+    generation.report()
+    if generation.errors == 0:
+        return
+    message = f"{generation.errors} of {len(rows)} rows have an error, see their lines"
+    if file.output is None:  # stdout has only the lines of rows
+        raise AlreadyPrintedError(message)
+    raise QsampleError(f"{message}; --retry-errors does these again, also from corrected prompts")
+
+
+def _complete(results: Results, rows: list[Row], generation: _Generation) -> None:
+    """Generate the rows that a file of results lacks, and with --retry-errors its rows with an error."""
+    file = generation.file
+    done = results.done
+    failed = list(results.failed)
+    if done:
+        note(f"{done} of {len(rows)} rows are in {file.output} already")
+    if done < len(rows):
+        generation.generate(rows[done:], results.write, done)
+    if not file.retry_errors or not failed:
+        generation.errors += len(failed)
+        return
+    note(f"{counted(len(failed), 'row')} with an error: done again")
+    lines: list[str] = []
+    try:
+        generation.generate([rows[number] for number in failed], lines.append)
+    finally:  # also after an interruption
+        results.replace(dict(zip(failed, lines, strict=False)))
 
 
 def _print(line: str) -> None:
@@ -297,13 +437,24 @@ def _print(line: str) -> None:
 
 
 @dataclass(slots=True)
-class _Work:
-    """Rows through engines, with their counts so far. `total`: rows of the file. `settings`: of `Engine`. `full`: rows
-    that ended because the context of `capacity` tokens was full."""
+class _Generation:
+    """Rows through engines, and what they came to so far.
+
+    Attributes:
+        load: returns the model, always the same.
+        total: the number of rows of the prompt file.
+        rows: the number of rows that were generated, or refused.
+        tokens: the number of their tokens.
+        errors: the number of rows with an error.
+        full: the number of rows that ended because the context was full.
+        seconds: the time that the rows took.
+        capacity: the tokens that the context of a row holds.
+    """
 
     load: Callable[[], CausalLM]
     total: int
-    settings: Mapping[str, Any]
+    file: PromptFileOptions
+    running: RunOptions
     form: Form | None = None
     rows: int = 0
     tokens: int = 0
@@ -312,47 +463,36 @@ class _Work:
     seconds: float = 0.0
     capacity: int = 0
 
-    def do(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
-        """Generate rows, and write their records in order; `done` rows of the file are there already."""
-        from qsample.runtime import Engine
+    def generate(self, rows: list[Row], write: Callable[[str], None], done: int = 0) -> None:
+        """Generate rows, and write their records in order.
 
-        with progress(hidden=write is _print and sys.stdout.isatty()) as report:
-            report(Stage.LOADING, 0.0)
-            model, started, before = self.load(), time.perf_counter(), self.seconds
+        Args:
+            write: takes a line of the results.
+            done: the number of rows whose line is there already.
+        """
+        to_stdout = self.file.output is None
+        with progress(hidden=to_stdout and sys.stdout.isatty()) as show:
+            show(Stage.LOADING, 0.0)
+            model = self.load()
+            start = time.perf_counter()
+            seconds_before = self.seconds
             try:
-                with Engine(model, **self.settings) as engine:
+                with self._start_engine(model) as engine:
                     self.capacity = engine.capacity
-                    valid = [row for row in rows if row.error is None]
-                    each = (row.options for row in valid)
-                    if self.form is not None:
-                        from qsample.request.grammar import GrammarGuide, Grammars
-
-                        compiled = Grammars(model).compiled(self.form)
-                        each = (
-                            {**row.options, "allowed_tokens": GrammarGuide(compiled)}
-                            for row in valid
-                        )
-                    # Log-probabilities of each token are many times as long as the text: of rows that ask for them.
-                    outputs = engine.map(
-                        (row.inputs for row in valid), each=each, outputs=(), return_errors=True
-                    )
-                    for row in rows:
-                        record = self._record(
-                            row, ValueError(row.error) if row.error is not None else next(outputs)
-                        )
+                    for row, output in self._outputs(model, engine, rows):
+                        record = self._record(row, output)
                         write(json.dumps(record, ensure_ascii=False) + "\n")
-                        done, self.rows = done + 1, self.rows + 1
-                        self.seconds = before + time.perf_counter() - started
-                        report(
-                            f"{done} of {self.total} rows, {self._speed:.0f} tokens a second",
-                            done / self.total,
-                        )
+                        done += 1
+                        self.rows += 1
+                        self.seconds = seconds_before + time.perf_counter() - start
+                        stage = f"{done} of {self.total} rows, {self._speed:.0f} tokens a second"
+                        show(stage, done / self.total)
             except KeyboardInterrupt:
-                if write is not _print:
+                if not to_stdout:
                     note(f"{done} of {self.total} rows are done; the same command continues")
                 raise
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Print the counts on stderr."""
         if self.rows:
             done = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}"
@@ -360,20 +500,59 @@ class _Work:
         if self.full:
             note(context_full(self.capacity, f"ended {self.full} of {self.total} rows"))
 
+    def _start_engine(self, model: CausalLM) -> Engine:
+        from qsample.runtime import Engine
+
+        return Engine(
+            model,
+            slots=self.file.slots,
+            max_waiting=_MAX_WAITING_ROWS,
+            flush_every=self.running.flush_every,
+            double_buffering=self.running.double_buffering,
+        )
+
+    def _outputs(
+        self, model: CausalLM, engine: Engine, rows: list[Row]
+    ) -> Iterator[tuple[Row, RequestOutput | Exception]]:
+        """Each row with its output, or the reason why it has none."""
+        valid = [row for row in rows if row.error is None]
+        # Log-probabilities of each token are many times as long as the text: only rows that ask for outputs have them.
+        outputs = engine.map(
+            (row.inputs for row in valid),
+            each=self._options(model, valid),
+            outputs=(),
+            return_errors=True,
+        )
+        for row in rows:
+            if row.error is None:
+                yield row, next(outputs)
+            else:
+                yield row, ValueError(row.error)
+
+    def _options(self, model: CausalLM, rows: list[Row]) -> Iterator[Mapping[str, Any]]:
+        """The arguments of each row's request, with the guide of its answer if there is a form."""
+        if self.form is None:
+            return (row.options for row in rows)
+        from qsample.request.grammar import GrammarGuide, Grammars
+
+        compiled = Grammars(model).compiled(self.form)
+        return ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in rows)
+
     @property
     def _speed(self) -> float:
+        """Tokens a second."""
         return self.tokens / max(self.seconds, 1e-9)
 
     def _record(self, row: Row, output: RequestOutput | Exception) -> dict[str, Any]:
-        record: dict[str, Any] = {"id": row.id}
+        """The record of a row, as a JSON-ready dict, and the counts with it."""
         if isinstance(output, Exception):
             self.errors += 1
-            known = isinstance(output, ValueError | QsampleError)
-            return record | {
-                "error": {"message": str(output) if known else f"{type(output).__name__}: {output}"}
-            }
+            is_expected = isinstance(output, ValueError | QsampleError)
+            message = str(output) if is_expected else f"{type(output).__name__}: {output}"
+            return {"id": row.id, "error": {"message": message}}
         self.tokens += len(output.token_ids)
-        record |= {
+        record: dict[str, Any] = {
+            "id": row.id,
             "text": output.text,
             "token_ids": output.token_ids,
             "finish_reason": output.finish_reason,
@@ -383,41 +562,54 @@ class _Work:
         }
         if output.stop_string is not None:
             record["stop_string"] = output.stop_string
-        if (
-            output.finish_reason == "length"
-            and output.usage.prompt_tokens + len(output.token_ids) >= self.capacity
-        ):
+        length = output.usage.prompt_tokens + len(output.token_ids)
+        if output.finish_reason == "length" and length >= self.capacity:
             record["context_full"] = True
             self.full += 1
         if output.finish_reason == "invalid":
             self.errors += 1
             record["error"] = {"message": "the model gave NaN or infinite logits"}
-        return record | {name: finite(values.tolist()) for name, values in output.outputs.items()}
+        for name, values in output.outputs.items():
+            record[name] = finite(values.tolist())
+        return record
 
 
 class Results:
-    """The file of the results, locked; a torn last line is cut off. `done`: the number of whole lines, of the first
-    rows. `failed`: the numbers of the lines with an error, from 0 on."""
+    """The file of the results, locked. A torn last line is cut off.
+
+    Attributes:
+        done: the number of whole lines, which are of the first rows.
+        failed: the numbers of the lines with an error, from 0 on.
+    """
 
     def __init__(self, path: Path, rows: list[Row], *, any_error: bool) -> None:
-        """With `any_error`, a line with an error may be another prompt's. Raises typer.BadParameter, and changes
-        nothing, if the file holds anything but lines of the first rows."""
-        self._path, self._file = (
-            path,
-            FileIO(path, "a+"),
-        )  # a buffer would be written again after a full disk
-        self.done, self.failed = 0, list[int]()
+        """Open and check the file.
+
+        Args:
+            rows: all rows of the prompt file.
+            any_error: whether a line with an error may have another id than its row.
+
+        Raises:
+            typer.BadParameter: another process writes to the file, or it holds anything but lines of the first rows. It
+                is then unchanged.
+        """
+        self._path = path
+        # Without a buffer, whose content would be written again after a full disk.
+        self._file = FileIO(path, "a+")
+        self.done = 0
+        self.failed: list[int] = []
         try:
-            if (
-                lock(self._file.fileno()) is False
-            ):  # a second run of the command would continue with the same rows
+            # A second run of the command would continue with the same rows.
+            if lock(self._file.fileno()) is False:
                 raise typer.BadParameter(f"another process writes to --output {path}; wait for it")
-            self._check(rows, any_error=any_error)
+            size = self._read(rows, any_error)
+            self._file.truncate(size)
         except BaseException:
             self._file.close()
             raise
 
-    def _check(self, rows: list[Row], *, any_error: bool) -> None:
+    def _read(self, rows: list[Row], any_error: bool) -> int:
+        """Count the whole lines, and return the number of their bytes."""
         size = 0
         with self._path.open("rb") as lines:
             for line in lines:
@@ -426,25 +618,30 @@ class Results:
                         f"--output {self._path} has more lines than the prompts have rows; give another file"
                     )
                 beginning = _beginning(rows[self.done])
-                if not line.endswith(b"\n") and (
-                    line.startswith(beginning) or beginning.startswith(line)
-                ):
+                if _is_torn(line, beginning):
                     break
-                has_error = _has_error(line)
-                if has_error is None:
-                    raise typer.BadParameter(
-                        f"line {self.done + 1} of --output {self._path} is not a whole line of a result; give another "
-                        "file, or delete it and all lines after it"
-                    )
-                if not line.startswith(beginning) and not (has_error and any_error):
-                    raise typer.BadParameter(
-                        f"line {self.done + 1} of --output {self._path} does not have the id of row {self.done + 1}; "
-                        "give another file, or the prompts that it was written from"
-                    )
+                has_error = self._check_line(line, beginning, any_error)
                 if has_error:
                     self.failed.append(self.done)
-                self.done, size = self.done + 1, size + len(line)
-        self._file.truncate(size)
+                self.done += 1
+                size += len(line)
+        return size
+
+    def _check_line(self, line: bytes, beginning: bytes, any_error: bool) -> bool:
+        """Raise typer.BadParameter if the next line is not of its row; returns whether it has an error."""
+        has_error = _has_error(line)
+        if has_error is None:
+            raise typer.BadParameter(
+                f"line {self.done + 1} of --output {self._path} is not a whole line of a result; give another file, or "
+                "delete it and all lines after it"
+            )
+        is_replaced = has_error and any_error
+        if not line.startswith(beginning) and not is_replaced:
+            raise typer.BadParameter(
+                f"line {self.done + 1} of --output {self._path} does not have the id of row {self.done + 1}; give "
+                "another file, or the prompts that it was written from"
+            )
+        return has_error
 
     def write(self, line: str) -> None:
         """Append a line. Raises QsampleError, with whole lines in the file, if the disk does not take it."""
@@ -503,13 +700,22 @@ def _beginning(row: Row) -> bytes:
     return f'{{"id": {json.dumps(row.id, ensure_ascii=False)}, '.encode("utf-8", "replace")
 
 
+def _is_torn(line: bytes, beginning: bytes) -> bool:
+    """Whether a line is the beginning of a row's line, whose end was not written."""
+    if line.endswith(b"\n"):
+        return False
+    return line.startswith(beginning) or beginning.startswith(line)
+
+
 def _has_error(line: bytes) -> bool | None:
     """Whether a line is the record of a row with an error; None if it is not a whole record."""
     try:
         record = parse_json(line.decode("utf-8"), infinities=True)
     except ValueError:
         return None
-    return "error" in record if isinstance(record, dict) and "id" in record else None
+    if not isinstance(record, dict) or "id" not in record:
+        return None
+    return "error" in record
 
 
 def _write(file: FileIO, content: bytes) -> None:

@@ -13,6 +13,7 @@ from qsample import CompileOptions
 from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
+from qsample.models.model import SourceModel
 from qsample.package.package import read_package
 from qsample.runtime import Engine, load
 from tests.helpers.command_line import qsample
@@ -51,44 +52,45 @@ def test_export_passes_every_option(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def spy(model: str, **options: Any) -> None:
+    def open_model(model: str, **options: Any) -> SourceModel:
         seen.update(options, model=model)
+        return SourceModel(None, Features())  # type: ignore[arg-type]
+
+    def export(self: SourceModel, out: Path, **options: Any) -> None:
+        seen["features"] = self.features
         raise ValueError("seen")
 
-    monkeypatch.setattr("qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", spy)
+    monkeypatch.setattr(
+        "qsample.models.auto_model.AutoModelForCausalLM.from_pretrained", open_model
+    )
+    monkeypatch.setattr(SourceModel, "export", export)
     defaults = {
         "dtype": "float32",
         "tokenizer": "auto",
         "revision": None,
         "adapter": None,
-        "for_serving": False,
+        "text_only": False,
     }
-    defaults["text_only"] = False
-    for name, option in Features.__dataclass_fields__.items():
-        if "help" in option.metadata:
-            defaults[option.metadata.get("argument", name)] = option.default
-    filters = (
-        "--filter",
-        "xtc,dry",
-        "--filter",
-        "typical_p",
-        "--filter-order",
-        "llama.cpp",
-    )
-    chosen = {
-        "filters": ("xtc", "dry", "typical_p"),
-        "filter_order": "llama.cpp",
-    }
-    for given, expected in (
-        ((), {}),
-        (("--no-sampler", "--dtype", "float16"), {"include_sampler": False, "dtype": "float16"}),
-        (("--revision", "v2", "--return-pdfs"), {"revision": "v2", "return_pdfs": True}),
-        (filters, chosen),
-        (("--for-serving", "--max-loras", "2"), {"for_serving": True, "max_loras": 2}),
-        (("--text-only",), {"text_only": True}),
-    ):
-        assert run("export", "some/model", tmp_path / "p", *given)[0] == 1
-        assert seen == {**defaults, **expected, "model": "some/model"}
+    filters = ("--filter", "xtc,dry", "--filter", "typical_p", "--filter-order", "llama.cpp")
+    chosen = Features(filters=("xtc", "dry", "typical_p"), filter_order="llama.cpp")
+    cases: list[tuple[tuple[str, ...], dict[str, Any], Features]] = [
+        ((), {}, Features()),
+        (("--no-sampler", "--dtype", "float16"), {"dtype": "float16"}, Features(sampler=False)),
+        (("--revision", "v2", "--return-pdfs"), {"revision": "v2"}, Features(probs=True)),
+        (
+            ("--tokenizer", "none", "--adapter", "a"),
+            {"tokenizer": None, "adapter": "a"},
+            Features(),
+        ),
+        (filters, {}, chosen),
+        (("--logprobs", "--top-logprobs", "3"), {}, Features(logprobs=True, top_logprobs=3)),
+        (("--logit-bias", "--allowed-tokens"), {}, Features(logit_bias=True, allowed_tokens=True)),
+        (("--for-serving", "--max-loras", "2"), {}, Features(max_loras=2).for_serving()),
+        (("--text-only",), {"text_only": True}, Features()),
+    ]
+    for flags, options, features in cases:
+        assert run("export", "some/model", tmp_path / "p", *flags)[0] == 1
+        assert seen == {**defaults, **options, "model": "some/model", "features": features}
 
 
 def test_bake_passes_filters(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from qsample.cli.common import ChatMode
 from qsample.cli.prompt_file import read_lines, rows_of
 from qsample.package.package import Package
 from qsample.runtime import load
@@ -69,10 +70,10 @@ def test_images_of_a_line(tmp_path: Path) -> None:
     file.write_bytes(b"1")
     parts = [{"type": "image", "image": image} for image in (file, bytes(3))]
     lines = read_lines(written(tmp_path / "p.jsonl", source))
-    rows = rows_of(lines, {}, {}, as_chat=False, system=None)
+    rows = rows_of(lines, {}, ChatMode())
     assert (rows[0].inputs, rows[0].options["images"]) == ("x", [file, bytes(3)])
     assert rows[1].inputs == [{"role": "user", "content": [parts[0], "hi", parts[1]]}]
-    rows = rows_of(lines, {}, {}, as_chat=True, system=None)
+    rows = rows_of(lines, {}, ChatMode(enabled=True))
     assert rows[0].inputs == [{"role": "user", "content": [*parts, {"type": "text", "text": "x"}]}]
 
 

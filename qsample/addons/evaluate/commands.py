@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -12,17 +12,9 @@ import typer
 from rich.markup import escape
 
 from qsample.cli.commands import CliCommand, Panel
-from qsample.cli.common import (
-    Json,
-    Preset,
-    Threads,
-    TrustedKeys,
-    Weights,
-    is_package,
-    open_exported,
-    open_model,
-    read_text,
-)
+from qsample.cli.common import Json, Preset, Threads, TrustedKeys, Weights, read_text
+from qsample.cli.opening import CompileChoices, is_package, open_exported, open_model
+from qsample.cli.option_groups import with_option_groups
 from qsample.cli.terminal import console, finite, format_size, note, progress, table
 from qsample.package.package import read_package
 from qsample.package.signature import signer_of
@@ -45,6 +37,42 @@ VERIFY_EXAMPLES: Final = (
 _WIDTH_OF_A_FILE: Final = 160
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """How a text is scored, as the arguments of `qsample.addons.evaluate.evaluate`."""
+
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of a window. (default: as many as all hold, at most 1024)"
+        ),
+    ] = None
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from a window to the next. (default: half of a window)"),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8
+    confidence: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.95
+    seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resamples.")] = 0
+    step_time: Annotated[
+        bool, typer.Option("--step-time", help="Time decode steps of a row, too.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How models that are given directly are compiled, and how all are run."""
+
+    weights: Weights = None
+    preset: Preset = None
+    threads: Threads = None
+
+    @property
+    def choices(self) -> CompileChoices:
+        return CompileChoices(weights=self.weights, preset=self.preset)
+
+
+@with_option_groups
 def evaluate(
     packages: Annotated[
         list[str],
@@ -65,29 +93,13 @@ def evaluate(
             help="Reference for KL divergence and top-1 agreement; may be repeated.",
         ),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of a window. (default: as many as all hold, at most 1024)"
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens from a window to the next. (default: half of a window)"),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows in a batch.")] = 8,
-    confidence: Annotated[float, typer.Option(help="Of the intervals, between 0 and 1.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Of the intervals' resamples.")] = 0,
-    step_time: Annotated[
-        bool, typer.Option("--step-time", help="Time decode steps of a row, too.")
-    ] = False,
+    *,
+    scoring: ScoreOptions,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw size, step time and KL: a .png or .svg file."),
     ] = None,
-    weights: Weights = None,
-    preset: Preset = None,
-    threads: Threads = None,
+    models: ModelOptions,
     as_json: Json = False,
 ) -> None:
     """Score packages on a text: perplexity, KL divergence, top-1 agreement, with confidence intervals."""
@@ -99,21 +111,20 @@ def evaluate(
 
         check_plot(plot)
     # Cached packages stay in the cache as long as these objects. The rest are opened by name, and verified, below.
-    made = [name for name in packages if not is_package(name)]
-    opened = {name: open_exported(name, None, weights=weights, preset=preset) for name in made}
-    references = {name: open_exported(name, None) for name in against or () if not is_package(name)}
+    opened = _open_models(packages, models.choices)
+    references = _open_models(against or [], CompileChoices())
     with progress() as report:
         evaluation = score(
             [_path(name, opened) for name in packages],
             documents,
             against=[_path(name, references) for name in against or ()],
-            max_length=max_length,
-            stride=stride,
-            batch_size=batch_size,
-            confidence=confidence,
-            seed=seed,
-            step_time=step_time,
-            intra_op_num_threads=threads,
+            max_length=scoring.max_length,
+            stride=scoring.stride,
+            batch_size=scoring.batch_size,
+            confidence=scoring.confidence,
+            seed=scoring.seed,
+            step_time=scoring.step_time,
+            intra_op_num_threads=models.threads,
             progress=report,
         )
     if plot is not None:
@@ -127,6 +138,81 @@ def evaluate(
         _show_evaluation(evaluation)
 
 
+def _open_models(names: Sequence[str], choices: CompileChoices) -> dict[str, PackagedModel]:
+    """The models among `names` that are not packages, compiled, by name."""
+    return {name: open_exported(name, choices) for name in names if not is_package(name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonOptions:
+    """The tokens that a package and its reference score."""
+
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text in UTF-8; may be repeated. (default: random tokens, always the same)",
+        ),
+    ] = None
+    positions: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 256
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of a row; half are scored. (default: as many as fit, at most 64)"
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """The largest differences at which a package passes."""
+
+    max_mean: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this mean difference, in nats.")
+    ] = None
+    max_p99: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this 99th percentile, in nats.")
+    ] = None
+    max_difference: Annotated[
+        float | None, typer.Option(min=0, help="Fail above this difference, in nats.")
+    ] = None
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Fail below this share of positions with equal argmax."),
+    ] = None
+
+    @property
+    def any_given(self) -> bool:
+        """Whether there is a limit above 0."""
+        return any(self.by_figure().values())
+
+    def by_figure(self) -> dict[str, float | None]:
+        """The limits by the names of the figures; None for a figure without a limit."""
+        return {
+            "mean": self.max_mean,
+            "p99": self.max_p99,
+            "largest": self.max_difference,
+            "agreement": self.min_agreement,
+        }
+
+    def failures(self, verification: Verification) -> list[str]:
+        """A sentence for each figure of each form that is outside its limit."""
+        failures: list[str] = []
+        for form, differences in verification.forms.items():
+            if differences is None:
+                continue
+            for name, limit in self.by_figure().items():
+                if limit is None:
+                    continue
+                figure = getattr(differences, name)
+                fails = figure < limit if name == "agreement" else not figure <= limit
+                if fails:
+                    failures.append(f"{form}: {name} is {figure:.3g}, and the limit is {limit:g}")
+        return failures
+
+
+@with_option_groups
 def verify(
     package: Annotated[
         str, typer.Argument(metavar="PACKAGE_OR_MODEL", help="Package, checkpoint or hub id.")
@@ -139,108 +225,73 @@ def verify(
         ),
     ] = None,
     trusted_keys: TrustedKeys = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text in UTF-8; may be repeated. (default: random tokens, always the same)",
-        ),
-    ] = None,
-    positions: Annotated[int, typer.Option(min=1, help="Tokens to score.")] = 256,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of a row; half are scored. (default: as many as fit, at most 64)"
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
-    max_mean: Annotated[
-        float | None, typer.Option(min=0, help="Fail above this mean difference, in nats.")
-    ] = None,
-    max_p99: Annotated[
-        float | None, typer.Option(min=0, help="Fail above this 99th percentile, in nats.")
-    ] = None,
-    max_difference: Annotated[
-        float | None, typer.Option(min=0, help="Fail above this difference, in nats.")
-    ] = None,
-    min_agreement: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Fail below this share of positions with equal argmax."),
-    ] = None,
+    *,
+    comparison: ComparisonOptions,
+    limits: LimitOptions,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the differences: a .png or .svg file.")
     ] = None,
-    weights: Weights = None,
-    preset: Preset = None,
-    threads: Threads = None,
+    models: ModelOptions,
     as_json: Json = False,
 ) -> None:
     """Check a package: its files' hashes, its signature, its log-probabilities beside a checkpoint's.
 
     Exit status 1 if a check fails, or a difference is outside the limits that are given.
     """
-    if against is None and any(
-        given for given in (text, plot, max_mean, max_p99, max_difference, min_agreement)
-    ):
-        raise typer.BadParameter("--text, --plot and the limits go with --against")
     if against is None:
+        if comparison.text or plot or limits.any_given:
+            raise typer.BadParameter("--text, --plot and the limits go with --against")
         typer.echo(_checked(package, trusted_keys, as_json=as_json))
         return
     if trusted_keys:
         note(_checked(package, trusted_keys, as_json=False))
-    from qsample.addons.evaluate import verify as compare
-    from qsample.addons.evaluate.plot import check_plot, draw_differences
-    from qsample.models.model import SourceModel
+    if plot is not None:
+        from qsample.addons.evaluate.plot import check_plot
 
-    documents = [read_text(path, "--text") for path in text or ()] or None
-    if plot is not None:
         check_plot(plot)
-    other = open_model(against)  # first: it fails fast
-    opened = open_exported(package, None, weights=weights, preset=preset)
-    reference: Any = other.eager_logits() if isinstance(other, SourceModel) else other
-    if reference is None:  # a decoder file
-        reference = open_exported(against, None)
-    with progress() as report:
-        verification = compare(
-            opened,
-            reference,
-            text=documents,
-            positions=positions,
-            max_length=max_length,
-            batch_size=batch_size,
-            name=against,
-            intra_op_num_threads=threads,
-            progress=report,
-        )
+    verification = _compare(package, against, comparison, models)
     if plot is not None:
+        from qsample.addons.evaluate.plot import draw_differences
+
         draw_differences(verification, plot)
         note(f"plot written to {plot}")
-    limits = {
-        "mean": max_mean,
-        "p99": max_p99,
-        "largest": max_difference,
-        "agreement": min_agreement,
-    }
-    failures = [
-        f"{form}: {name} is {getattr(found, name):.3g}, and the limit is {limit:g}"
-        for form, found in verification.forms.items()
-        for name, limit in limits.items()
-        if found is not None and limit is not None
-        if (
-            getattr(found, name) < limit
-            if name == "agreement"
-            else not getattr(found, name) <= limit
-        )
-    ]
+    failures = limits.failures(verification)
     if as_json:
-        shown = {**asdict(verification), "limits": limits, "failures": failures}
-        typer.echo(json.dumps(finite(shown), indent=2, ensure_ascii=False))
+        document = {**asdict(verification), "limits": limits.by_figure(), "failures": failures}
+        typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False))
     else:
         _show_verification(verification)
     for failure in failures:
         note(failure)
     if failures:
         raise typer.Exit(1)
+
+
+def _compare(
+    package: str, against: str, comparison: ComparisonOptions, models: ModelOptions
+) -> Verification:
+    """Score tokens with a package and a reference. against: the reference."""
+    from qsample.addons.evaluate import verify as compare
+    from qsample.models.model import SourceModel
+
+    documents = [read_text(path, "--text") for path in comparison.text or ()] or None
+    other = open_model(against)  # first: it fails fast
+    opened = open_exported(package, models.choices)
+    reference: Any = other.eager_logits() if isinstance(other, SourceModel) else other
+    if reference is None:  # a decoder file
+        reference = open_exported(against)
+    with progress() as report:
+        return compare(
+            opened,
+            reference,
+            text=documents,
+            positions=comparison.positions,
+            max_length=comparison.max_length,
+            batch_size=comparison.batch_size,
+            name=against,
+            intra_op_num_threads=models.threads,
+            progress=report,
+        )
 
 
 def _show_verification(found: Verification) -> None:

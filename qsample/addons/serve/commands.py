@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -21,20 +22,21 @@ from qsample.cli.common import (
     TextOnly,
     Threads,
     Weights,
-    flags_of,
-    given_of,
-    is_package,
-    open_exported,
     read_loras,
     read_template,
-    with_flags,
 )
+from qsample.cli.opening import CompileChoices, FeatureNeeds, is_package, open_exported
+from qsample.cli.option_groups import FieldFlags, with_option_groups
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import note
 from qsample.disk.untrusted import parse_json
 
+if TYPE_CHECKING:
+    from qsample.models.model import PackagedModel
+
 KEY_VARIABLE: Final = "QSAMPLE_API_KEY"
-_LORAS: Final = 4  # of a batch, for a checkpoint whose adapters come later
+# The adapters that a batch may use, if a checkpoint is compiled before its adapters are known.
+_MAX_LATER_LORAS: Final = 4
 _LOG_LEVELS: Final = ("critical", "error", "warning", "info", "debug", "trace")
 SERVE_EXAMPLES: Final = (
     "[bold]Examples[/bold]\n\n"
@@ -58,35 +60,64 @@ Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
 
 
-@with_flags(flags_of(ServeSettings))
-def serve(
-    context: typer.Context,
-    package: PackageOrModel = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModels:
+    """The packages that are served, and their names."""
+
+    package: PackageOrModel = None
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=PACKAGE", help="Serve this package, too; may be repeated."),
-    ] = None,
+    ] = None
     served_model_name: Annotated[
         str | None, typer.Option(help="The name of PACKAGE for clients. (default: its folder's)")
-    ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = DEFAULT_PORT,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where the server listens, and with which certificate."""
+
+    host: Host = "127.0.0.1"
+    port: Port = DEFAULT_PORT
     ssl_keyfile: Annotated[
         str | None, typer.Option(metavar="FILE", help="PEM file of the key, for https.")
-    ] = None,
+    ] = None
     ssl_certfile: Annotated[
         str | None, typer.Option(metavar="FILE", help="PEM file of its certificate.")
-    ] = None,
-    ctx_len: CtxLen = None,
-    chat_template: Template = None,
-    lora: Lora = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOptions:
+    """The settings that all served models have in common."""
+
+    ctx_len: CtxLen = None
+    chat_template: Template = None
+    lora: Lora = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageOptions:
+    """How PACKAGE is compiled if it is a checkpoint, and how all packages are run."""
+
+    weights: Weights = None
+    preset: Preset = None
+    text_only: TextOnly = False
+    provider: Provider = None
+    threads: Threads = None
+    batch_invariant: BatchInvariant = True
+
+
+@with_option_groups
+def serve(
+    *,
+    served: ServedModels,
+    listening: ListenOptions,
+    shared: SharedOptions,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(_LOG_LEVELS)}.")] = "info",
-    weights: Weights = None,
-    preset: Preset = None,
-    text_only: TextOnly = False,
-    provider: Provider = None,
-    threads: Threads = None,
-    batch_invariant: BatchInvariant = True,
+    packages: PackageOptions,
+    values: Annotated[dict[str, Any], FieldFlags(ServeSettings)],
 ) -> None:
     """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models.
 
@@ -98,38 +129,14 @@ def serve(
         raise typer.BadParameter(
             f"--log-level is {log_level}; choose from {', '.join(_LOG_LEVELS)}"
         )
-    named, loras = _named(package, model or [], served_model_name), read_loras(lora)
-    given = given_of(ServeSettings, context.params)
-    given["api_keys"] = given["api_keys"] or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
-    try:
-        given["speculative_config"] = _parsed(given["speculative_config"])
-        settings = ServeSettings(  # checked here, before a checkpoint is exported
-            models=named,
-            provider=provider,
-            ctx_len=ctx_len,
-            threads=threads,
-            batch_invariant=batch_invariant,
-            chat_template=None if chat_template is None else read_template(chat_template),
-            loras=loras,
-            **given,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    models = models_by_name(served)
+    # Checked before a checkpoint is exported.
+    settings = _settings(models, shared, packages, values)
     opened = None  # stays in the cache as long as this
-    if (package or "") in named.values():  # otherwise each model has a --model
-        opened = open_exported(
-            package,
-            provider,
-            weights=weights,
-            preset=preset,
-            ctx_len=ctx_len,
-            text_only=text_only,
-            for_serving=True,
-            loras=loras,
-            max_loras=_LORAS if settings.lora_dir is not None else 0,
-            trusted_keys=settings.trusted_keys,
-        )
-        settings = replace(settings, models={**named, next(iter(named)): str(opened.package.path)})
+    if (served.package or "") in models.values():  # otherwise each model has a --model
+        opened = _open_package(served.package, shared, packages, settings)
+        path = str(opened.package.path)
+        settings = replace(settings, models={**models, next(iter(models)): path})
 
     def ready(url: str) -> None:
         from qsample.ort.model_package import package_in
@@ -142,13 +149,67 @@ def serve(
 
     run(
         settings,
-        host,
-        port,
-        ssl_keyfile=ssl_keyfile,
-        ssl_certfile=ssl_certfile,
+        listening.host,
+        listening.port,
+        ssl_keyfile=listening.ssl_keyfile,
+        ssl_certfile=listening.ssl_certfile,
         ready=ready,
         log_level=log_level,
     )
+
+
+def _settings(
+    models: Mapping[str, str],
+    shared: SharedOptions,
+    packages: PackageOptions,
+    values: Mapping[str, Any],
+) -> ServeSettings:
+    """The settings of the command line. Raises typer.BadParameter for a wrong value.
+
+    Args:
+        models: served name → package.
+        values: the values of the flags that the settings declare, by field.
+    """
+    loras = read_loras(shared.lora)
+    api_keys = values["api_keys"]
+    if not api_keys and os.environ.get(KEY_VARIABLE):
+        api_keys = (os.environ[KEY_VARIABLE],)
+    chat_template = shared.chat_template
+    if chat_template is not None:
+        chat_template = read_template(chat_template)
+    try:
+        config = _parsed(values["speculative_config"])
+        return ServeSettings(
+            models=models,
+            provider=packages.provider,
+            ctx_len=shared.ctx_len,
+            threads=packages.threads,
+            batch_invariant=packages.batch_invariant,
+            chat_template=chat_template,
+            loras=loras,
+            **{**values, "api_keys": api_keys, "speculative_config": config},
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _open_package(
+    package: str | None, shared: SharedOptions, packages: PackageOptions, settings: ServeSettings
+) -> PackagedModel:
+    """Open PACKAGE with all that the requests of a server may ask for."""
+    choices = CompileChoices(
+        provider=packages.provider,
+        weights=packages.weights,
+        preset=packages.preset,
+        ctx_len=shared.ctx_len,
+        text_only=packages.text_only,
+    )
+    needs = FeatureNeeds(
+        for_serving=True,
+        loras=settings.loras,
+        max_loras=_MAX_LATER_LORAS if settings.lora_dir is not None else 0,
+    )
+    return open_exported(package, choices, needs, trusted_keys=settings.trusted_keys)
 
 
 def web(
@@ -178,9 +239,8 @@ def web(
         provider = (
             "webgpu" if package is not None and is_package(package_in(package, "webgpu")) else "web"
         )
-    opened = open_exported(
-        package, provider, weights=weights, preset=preset, ctx_len=ctx_len, for_serving=True
-    )
+    choices = CompileChoices(provider=provider, weights=weights, preset=preset, ctx_len=ctx_len)
+    opened = open_exported(package, choices, FeatureNeeds(for_serving=True))
     compilation = opened.package.manifest.compilation
     if compilation is not None and compilation.provider != "webgpu":
         note(
@@ -200,34 +260,43 @@ def _parsed(config: str | None) -> Any:
         raise ValueError(f"speculative_config is not valid JSON ({error}): {config:.60}") from None
 
 
-def _named(package: str | None, named: list[str], name: str | None) -> dict[str, str]:
+def models_by_name(served: ServedModels) -> dict[str, str]:
     """Served name → package, "" for the bundled model. Raises typer.BadParameter."""
     from qsample.ort.model_package import package_in
 
-    models: dict[str, str] = {}
-    if name == "":
+    package = served.package
+    entries = served.model or []
+    own_name = served.served_model_name
+    if own_name == "":
         raise typer.BadParameter(
             "--served-model-name is empty; give the name of PACKAGE for clients, or leave it out"
         )
-    if package is not None or not named:
-        own = "tiny_lm" if package is None else os.path.basename(os.path.abspath(package))
-        models[own if name is None else name] = package or ""
-    elif name is not None:
+    models: dict[str, str] = {}
+    if package is not None or not entries:
+        models[_folder_name(package) if own_name is None else own_name] = package or ""
+    elif own_name is not None:
         raise typer.BadParameter(
             "--served-model-name is for PACKAGE, and only --model is given; give NAME=PACKAGE there"
         )
-    for entry in named:
-        served, found, path = entry.partition("=")
-        if not found or not served or not path:
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not separator or not name or not path:
             raise typer.BadParameter(f"--model is {entry}; give NAME=PACKAGE")
-        if served in models:
-            raise typer.BadParameter(f"--model names {served} twice; give each a name of its own")
+        if name in models:
+            raise typer.BadParameter(f"--model names {name} twice; give each a name of its own")
         if not is_package(package_in(path)):
             raise typer.BadParameter(
                 f"--model {entry}: {path} is not a package; make it with qsample export or compile"
             )
-        models[served] = path
+        models[name] = path
     return models
+
+
+def _folder_name(package: str | None) -> str:
+    """The name of PACKAGE for clients, if the command line has none."""
+    if package is None:
+        return "tiny_lm"
+    return os.path.basename(os.path.abspath(package))
 
 
 SERVE: Final = CliCommand(serve, Panel.RUN, SERVE_EXAMPLES)

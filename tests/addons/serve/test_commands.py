@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qsample.addons.serve.commands import _named
+from qsample.addons.serve.commands import ServedModels, models_by_name
 from qsample.addons.serve.settings import ServeSettings
 from qsample.package.package import Package
 from tests.helpers.fake_package import compilation, fake_package
@@ -21,7 +21,7 @@ def test_a_package_is_called_like_its_folder(
     package = fake_package(tmp_path / "tiny")
     (package.path / "sub").mkdir()
     monkeypatch.chdir(package.path)
-    assert list(_named(named, [], None)) == ["tiny"]
+    assert list(models_by_name(ServedModels(package=named))) == ["tiny"]
 
 
 def test_web_names_the_provider_that_has_a_gpu(

@@ -1,16 +1,15 @@
-"""What the commands share: opening a package, or what is not one yet."""
+"""The models that commands open: packages, and what is not one yet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from qsample.checks import checked, flag, integer
-from qsample.cli.common import flags_of, given_of, is_package, open_exported, open_model, with_flags
+from qsample.cli.opening import FeatureNeeds, is_package, open_exported, open_model
+from qsample.contract.interface import DEFAULT_LORA_RANK, Features
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.models.sources import CheckpointSource
 from qsample.request.sampling_params import SamplingParams
@@ -23,7 +22,7 @@ def test_a_package_is_opened_with_the_features_that_it_has(tmp_path: Path) -> No
     opened = open_model(str(path))
     assert isinstance(opened, PackagedModel)
     assert opened.package.interface.features.allowed_tokens
-    assert open_exported(str(path), None).package.path == path
+    assert open_exported(str(path)).package.path == path
 
 
 def test_a_checkpoint_is_not_loaded_when_it_is_opened(
@@ -42,33 +41,20 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(
         assert (identity["images"], identity["text_only"]) == (None, text_only)
 
 
-@dataclass
-class _Options:
-    rows: int | None = integer(None, 1, 9, "1 to 9", help="Rows.")
-    names: tuple[str, ...] = checked((), help="Names.", flag="--name", metavar="NAME", repeated=str)
-    noisy: bool = flag(False, help="Noisy.", argument="with_noise")
-    hidden: int = 3
-
-
-def test_a_dataclass_becomes_flags_and_flags_its_fields() -> None:
-    seen: list[dict[str, Any]] = []
-    app = typer.Typer()
-
-    @app.command()
-    @with_flags(flags_of(_Options))
-    def command(ctx: typer.Context) -> None:
-        seen.append(given_of(_Options, ctx.params))
-
-    for line in ("", "--rows 2 --name a --name b --with-noise"):
-        app(line.split(), standalone_mode=False)
-    assert seen == [
-        {"rows": None, "names": (), "noisy": False},
-        {"rows": 2, "names": ("a", "b"), "noisy": True},
-    ]
-    for line, words in (("--rows 0", "equal to 1"), ("--hidden 3", "--hidden")):
-        with pytest.raises(Exception, match=words):
-            app(line.split(), standalone_mode=False)
-    assert flags_of(_Options, unset=True)["with_noise"].default is None
+def test_features_that_a_command_needs(tmp_path: Path) -> None:
+    assert FeatureNeeds().added_to(Features()) == Features()
+    assert FeatureNeeds(for_serving=True).added_to(Features()) == Features().for_serving()
+    assert FeatureNeeds(allowed_tokens=True).added_to(Features()) == Features(allowed_tokens=True)
+    later = FeatureNeeds(max_loras=4).added_to(Features())
+    assert (later.max_loras, later.max_lora_rank) == (4, DEFAULT_LORA_RANK)
+    loras = {}
+    for name, rank in (("a", 4), ("b", 96)):
+        (tmp_path / name).mkdir()
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
+        loras[name] = str(tmp_path / name)
+    given = FeatureNeeds(loras=loras).added_to(Features())
+    assert (given.max_loras, given.max_lora_rank) == (2, 96)
 
 
 def test_the_options_of_loading_and_measuring_reach_the_runtime(

@@ -1,0 +1,296 @@
+"""The models that commands open: packages as they are, anything else compiled into the user's cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from qsample.cli.common import (
+    BatchInvariant,
+    Lora,
+    Preset,
+    Provider,
+    TextOnly,
+    Threads,
+    TrustedKeys,
+    Weights,
+    read_loras,
+)
+from qsample.cli.terminal import format_size, note, progress
+from qsample.contract.interface import DEFAULT_LORA_RANK, Features
+from qsample.progress import Progress, Stage
+
+if TYPE_CHECKING:
+    from qsample.models.model import PackagedModel, SourceModel
+    from qsample.package.package import Package
+    from qsample.runtime import CausalLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileChoices:
+    """How a model that is given directly is compiled into the cache; a package has fixed ones.
+
+    Attributes:
+        provider: the execution provider; by default the package's, otherwise the CPU.
+        weights, preset, ctx_len: as in `CompileOptions`.
+        text_only: leave out the images of a checkpoint that reads them.
+    """
+
+    provider: str | None = None
+    weights: str | None = None
+    preset: str | None = None
+    ctx_len: int | None = None
+    text_only: bool = False
+
+    def check_package(self, name: str) -> None:
+        """Raise typer.BadParameter for choices that a package takes only when it is exported or compiled.
+
+        Args:
+            name: the package, for the message.
+        """
+        for flag, value in (("--weights", self.weights), ("--preset", self.preset)):
+            if value:
+                raise typer.BadParameter(
+                    f"{flag} is for a checkpoint, and {name} is a package; quantize it with "
+                    f"`qsample compile {name} OUT {flag} {value}`"
+                )
+        check_text_only(name, self.text_only)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureNeeds:
+    """The features that a package needs beside those of every package, if it is compiled for a command.
+
+    Attributes:
+        for_serving: all that a server's requests may ask for.
+        allowed_tokens: masks of the allowed tokens.
+        loras: the adapters to load, name → folder: the package takes all of them at once, with their ranks.
+        max_loras: the least number of adapters that the package takes at once.
+    """
+
+    for_serving: bool = False
+    allowed_tokens: bool = False
+    loras: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
+
+    def added_to(self, features: Features) -> Features:
+        """Features with those that are needed."""
+        if self.for_serving:
+            features = features.for_serving()
+        if self.allowed_tokens:
+            features = replace(features, allowed_tokens=True)
+        count = max(self.max_loras, len(self.loras))
+        if count == 0:
+            return features
+        rank = max(features.max_lora_rank, self._largest_rank())
+        return replace(features, max_loras=count, max_lora_rank=rank)
+
+    def _largest_rank(self) -> int:
+        """The largest rank of the adapters; without adapters, the rank that most adapters do not exceed."""
+        from qsample.huggingface.lora import CONFIG, read_config
+
+        folders = self.loras.values()
+        ranks = [read_config(Path(folder, CONFIG)).largest_rank for folder in folders]
+        return max(ranks, default=DEFAULT_LORA_RANK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a command opens its model and loads it."""
+
+    lora: Lora = None
+    weights: Weights = None
+    preset: Preset = None
+    text_only: TextOnly = False
+    provider: Provider = None
+    threads: Threads = None
+    batch_invariant: BatchInvariant = True
+    trusted_keys: TrustedKeys = None
+
+    def loras(self) -> dict[str, str]:
+        """Name → folder of the adapters. Raises typer.BadParameter, before a model is loaded."""
+        return read_loras(self.lora)
+
+    def open(
+        self, model: str | None, *, ctx_len: int | None = None, allowed_tokens: bool = False
+    ) -> PackagedModel:
+        """The package for a model, as `open_exported` opens it.
+
+        Args:
+            model: see `open_exported`.
+            ctx_len: the tokens that a row holds, for a model that is compiled.
+            allowed_tokens: whether a package that is compiled takes masks.
+        """
+        choices = CompileChoices(
+            provider=self.provider,
+            weights=self.weights,
+            preset=self.preset,
+            ctx_len=ctx_len,
+            text_only=self.text_only,
+        )
+        needs = FeatureNeeds(allowed_tokens=allowed_tokens, loras=self.loras())
+        return open_exported(model, choices, needs, trusted_keys=self.trusted_keys)
+
+    def load(self, opened: PackagedModel, *, ctx_len: int | None = None) -> CausalLM:
+        """Load a package with the adapters.
+
+        Args:
+            opened: the package, from `open`; it stays in the cache as long as this object.
+            ctx_len: the tokens that a row holds, for a portable package.
+        """
+        from qsample.runtime import load
+
+        model = load(
+            opened.package.path,
+            self.provider,
+            ctx_len=ctx_len,
+            intra_op_num_threads=self.threads,
+            batch_invariant=self.batch_invariant,
+            verify=False,
+            trusted_keys=self.trusted_keys or None,
+        )
+        for name, folder in self.loras().items():
+            model.load_adapter(name, folder)
+        return model
+
+
+def quieten(model: str) -> None:
+    """Keep libraries' own messages off the terminal; downloads from the hub still show their progress."""
+    if os.path.exists(model):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".* holds a decoder file; ")  # of `from_pretrained`
+
+
+def is_package(model: str | Path) -> bool:
+    """Whether `model` is the folder of a package."""
+    from qsample.package.package import MANIFEST_NAME
+
+    return os.path.isfile(
+        os.path.join(model, MANIFEST_NAME)
+    )  # False for names that are too long for a path, too
+
+
+def open_model(
+    model: str, provider: str | None = None, text_only: bool = False
+) -> SourceModel | PackagedModel:
+    """A package with the features that it has, a checkpoint or a decoder file."""
+    from qsample.models.auto_model import AutoModel
+    from qsample.models.model import PackagedModel
+    from qsample.ort.model_package import package_in
+    from qsample.package.package import read_package
+
+    folder = package_in(model, provider)
+    if is_package(folder):
+        check_text_only(model, text_only)
+        return PackagedModel(read_package(folder), provider)
+    quieten(model)
+    return AutoModel.from_pretrained(model, provider=provider, text_only=text_only)
+
+
+def check_text_only(name: str, text_only: bool) -> None:
+    """Raise typer.BadParameter for --text-only with a package."""
+    if text_only:
+        raise typer.BadParameter(
+            f"--text-only is for a checkpoint, and {name} is a package; export it so"
+        )
+
+
+def open_exported(
+    model: str | None,
+    choices: CompileChoices | None = None,
+    needs: FeatureNeeds | None = None,
+    *,
+    trusted_keys: Sequence[str] | None = None,
+) -> PackagedModel:
+    """A package as it is; a checkpoint or decoder file as a package from the user's cache, compiled first if need be.
+
+    A package stays in the cache as long as the returned object.
+
+    Args:
+        model: the package, checkpoint folder, hub id or decoder file; by default the bundled model.
+        choices: how a checkpoint is compiled; by default, everything is left to the model.
+        needs: the features of a package that is compiled; by default, those of every package.
+        trusted_keys: the keys with which the caller loads the package. Only packages are accepted with them.
+
+    Raises:
+        typer.BadParameter: a package with choices that only a checkpoint has, or a checkpoint with trusted_keys.
+    """
+    from qsample.models.bundled import TINY_LM
+    from qsample.ort.model_package import package_in
+
+    choices = choices or CompileChoices()
+    needs = needs or FeatureNeeds()
+    name = str(TINY_LM) if model is None else str(package_in(model, choices.provider))
+    if is_package(name):
+        choices.check_package(name)
+        # With trusted_keys, loading verifies the files.
+        return _open_package(name, choices.provider, verify=not trusted_keys)
+    if trusted_keys:
+        raise typer.BadParameter(
+            f"--trusted-keys is for packages, and {name} is none; compile and sign it first"
+        )
+    stages: set[str] = set()
+    with progress(logged=True) as show:
+
+        def report(stage: str, fraction: float) -> None:
+            stages.add(stage)
+            show(stage, fraction)
+
+        packaged = _cached(name, choices, needs, report)
+    was_made_now = Stage.PUBLISHING in stages
+    if model is not None and was_made_now:
+        _tell_about_the_cache(model, packaged.package, choices.weights)
+    return packaged
+
+
+def _open_package(name: str, provider: str | None, *, verify: bool) -> PackagedModel:
+    from qsample.models.model import PackagedModel
+    from qsample.package.package import faster_way, read_package
+
+    with progress():
+        package = read_package(name, verify=verify)
+    advice = faster_way(package)
+    if advice:
+        note(advice)
+    return PackagedModel(package, provider)
+
+
+def _cached(
+    name: str, choices: CompileChoices, needs: FeatureNeeds, report: Progress
+) -> PackagedModel:
+    """The package of a checkpoint or decoder file in the user's cache; made first if need be."""
+    from qsample.models.model import SourceModel
+
+    opened = open_model(name, choices.provider, choices.text_only)
+    assert isinstance(opened, SourceModel)
+    opened.features = needs.added_to(opened.features)
+    return opened.cached(
+        weights=choices.weights,
+        preset=choices.preset,
+        ctx_len=choices.ctx_len,
+        progress=report,
+    )
+
+
+def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> None:
+    """A remark on a package that has just been put into the cache."""
+    size = format_size(sum(entry.bytes for entry in package.manifest.files.values()))
+    better = ""
+    if (
+        weights is None
+        and package.manifest.packed_weights is None
+        and package.interface.dtype == "float32"
+    ):
+        better = (
+            "; --weights int4 takes about a seventh and is faster, at some cost in quality; with --preset speed, it "
+            f"takes minutes first and is fastest. `qsample compile {model} OUT --weights int4` has more options"
+        )
+    note(f"{model} is in the cache now ({size}), later runs start at once{better}")
