@@ -1,4 +1,5 @@
-"""Quantized weights in a file of scratch space: written a part at a time, mapped whenever their numbers are read."""
+"""Quantized weights in a file of scratch space, written a part at a time, and mapped whenever their
+numbers are read."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _ALIGNMENT: Final = 64  # bytes
 
 
 class BlockStore:
-    """Quantized weights in a file of a new folder; their large parts are placeholders that a graph can refer to."""
+    """Quantized weights in a file of a new folder. Their large tensors are placeholders that a
+    graph can refer to."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -31,60 +33,69 @@ class BlockStore:
         return key in self._weights
 
     def read(self, key: str) -> QuantizedWeight:
-        """The weight `key`; the same tensors for each reader."""
+        """The weight of a key; all readers get the same tensors."""
         return self._weights[key]
 
     def add(self, key: str, parts: Iterable[QuantizedWeight | None]) -> bool:
-        """Write a weight, in parts of some rows each that have the same layout. Returns False if a part is None."""
-        levels, scales, zero_points, offsets = 0, [], [], []
-        start, any_zeros, last = self._end(), False, None
+        """Write a weight, in parts of some rows each that have the same layout. Returns False if a
+        part is None."""
+        start = self._end()
+        blocks_bytes = 0
+        scales = []
+        zero_points = []
+        offsets = []
+        has_zero_points = False
+        last = None
         for part in parts:
             if part is None:
                 return False
-            rows, blocks = part.blocks.shape[:2]
-            levels += self._append(part.blocks)
+            blocks_bytes += self._append(part.blocks)
             scales.append(part.scales)
-            any_zeros |= part.zero_points is not None
-            middle = torch.from_numpy(middle_zero_points(rows, blocks, part.bits))
-            zero_points.append(middle if part.zero_points is None else part.zero_points)
-            offsets += [] if part.offsets is None else [part.offsets]
+            if part.zero_points is None:
+                rows, blocks = part.blocks.shape[:2]
+                middle = middle_zero_points(rows, blocks, part.bits)
+                zero_points.append(torch.from_numpy(middle))
+            else:
+                zero_points.append(part.zero_points)
+                has_zero_points = True
+            if part.offsets is not None:
+                offsets.append(part.offsets)
             last = part
         assert last is not None
-        shape = (levels // last.blocks[0].nbytes, *last.blocks.shape[1:])
+        rows = blocks_bytes // last.blocks[0].nbytes
         self._weights[key] = QuantizedWeight(
-            last.bits,
-            last.block_size,
-            self._stored(start, shape, torch.uint8),
-            self._copy(torch.cat(scales)),
-            self._copy(torch.cat(zero_points)) if any_zeros else None,
-            None if last.order is None else self._copy(last.order),
-            self._copy(torch.cat(offsets, 1)) if offsets else None,
+            bits=last.bits,
+            block_size=last.block_size,
+            blocks=self._stored(start, (rows, *last.blocks.shape[1:]), torch.uint8),
+            scales=self._copy(torch.cat(scales)),
+            zero_points=self._copy(torch.cat(zero_points)) if has_zero_points else None,
+            order=None if last.order is None else self._copy(last.order),
+            offsets=self._copy(torch.cat(offsets, 1)) if offsets else None,
         )
         return True
 
     def _copy(self, tensor: Tensor) -> Tensor:
+        """Write a tensor, and return it as it is read from the file."""
         start = self._end()
         self._append(tensor)
         return self._stored(start, tensor.shape, tensor.dtype)
 
     def _stored(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of the file: a placeholder, or a copy if it is small. start: its first byte."""
         mapped = partial(_mapped, self._file, start, shape, dtype)
         tensor = mapped()
-        place = Place(self._file, start, tensor.nbytes)
-        return (
-            tensor.clone()
-            if tensor.numel() < SMALLEST
-            else defer(shape, dtype, mapped, dtype, place)
-        )
+        if tensor.numel() < SMALLEST:
+            return tensor.clone()
+        return defer(shape, dtype, mapped, dtype, Place(self._file, start, tensor.nbytes))
 
     def _end(self) -> int:
-        """The place of the next tensor."""
+        """The first byte of the next tensor; the file is filled up to it."""
         with self._file.open("ab") as file:
             file.write(bytes(-file.tell() % _ALIGNMENT))
             return file.tell()
 
     def _append(self, tensor: Tensor) -> int:
-        """Write `tensor` at the end of the file; returns its bytes."""
+        """Write a tensor at the end of the file, and return the number of its bytes."""
         with self._file.open("ab") as file:
             file.write(tensor.contiguous().view(torch.uint8).numpy().data)
         return tensor.nbytes

@@ -1,4 +1,5 @@
-"""`Checkpoint`: a Hugging Face model with its adapter and tokenizer, opened once for all readers of its parts."""
+"""`Checkpoint`: a Hugging Face model with its adapter and tokenizer, opened once for all readers of
+its parts."""
 
 from __future__ import annotations
 
@@ -65,10 +66,11 @@ from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers
 
-_ALONE: Final = "its language model alone with text_only=True (--text-only)"
-_IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
-# Errors of a layer that meets a cache of an unexpected kind; a missing value raises further kinds.
-_OF_THE_MODEL: Final = (AttributeError, ValueError)
+_LANGUAGE_MODEL_ONLY: Final = "its language model alone with text_only=True (--text-only)"
+_COPY_IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
+# The errors of a layer that meets a cache of an unexpected kind; a value that is missing without
+# weights raises others.
+_ERRORS_OF_LAYERS: Final = (AttributeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,16 @@ class Outline:
     """A model as its configuration describes it, without weights.
 
     Attributes:
-        config: to load the checkpoint with; it lacks a quantization that transformers cannot undo.
-        packing: the format of packed weights; None for float weights, or weights that transformers turns into float.
-        kind: the model's class; None if it is the repository's code, because making a model may then need memory.
-        model_config: the configuration of `kind`: of the text model, if `config` describes several models.
-        transposed: last names of the layers that hold their weight as [in, out].
+        config: the configuration to load the checkpoint with; it lacks a quantization that
+            transformers cannot undo.
+        packing: the format of packed weights; None for float weights, or weights that transformers
+            turns into float.
+        kind: the model's class; None if it is the repository's code, because making a model may
+            then need memory.
+        model_config: the configuration of `kind`, which is the text model's if `config` describes
+            several models.
+        shapes: the shapes of the model's weights, by name.
+        transposed: the last names of the layers that hold their weight as [in, out].
     """
 
     config: PretrainedConfig
@@ -115,13 +122,17 @@ class Checkpoint:
 
     Attributes:
         model_id: a hub id or a folder.
-        adapter: a folder or hub id of a LoRA adapter to merge into the weights.
-        tokenizer_id: "auto" for the checkpoint's, another id or folder, or None for token ids only.
-        images: whether images are read, too; None: if they can be, and of types without a text model in any case.
-        text_only: the language model alone, of any type.
+        adapter: a folder or hub id of a LoRA adapter to merge into the weights; None for no
+            adapter.
+        tokenizer_id: "auto" for the checkpoint's own, another id or folder, or None for token ids
+            only.
+        hub: how the hub is read.
+        images: whether images are read, too; None: if they can be, and always for types without a
+            text model.
+        text_only: whether only the language model is read, whatever the type.
     """
 
-    _configured_by: ClassVar[str] = CONFIG  # for messages
+    _configured_by: ClassVar[str] = CONFIG  # what holds the configuration, for messages
     _weight_type: str | None = None
 
     def __init__(
@@ -135,8 +146,12 @@ class Checkpoint:
         images: bool | None = False,
         text_only: bool = False,
     ) -> None:
-        """dtype: of the weights: "float32", "float16", or "auto" for float16 if the checkpoint is stored so, else
-        float32, because it holds bfloat16 exactly."""
+        """The checkpoint of these names; see the class for the others.
+
+        Args:
+            dtype: the dtype of the weights: "float32", "float16", or "auto" for float16 if the
+                checkpoint is stored so, else float32, because it holds bfloat16 exactly.
+        """
         self.model_id = model_id
         self.adapter = adapter
         self.tokenizer_id = tokenizer
@@ -148,68 +163,77 @@ class Checkpoint:
     def origin(self, sources: SourceFiles) -> Origin:
         """Where the loaded model comes from.
 
-        sources: has the files of the weights, if they are known; all other files are added to it.
+        Args:
+            sources: the files of the weights, if they are known; all other files are added to it.
         """
         (name, revision), files = self._origin(sources)
         if self.adapter is not None:
-            name = f"{name} + {origin_of(self.adapter)[0]}"
+            adapter_name, _ = origin_of(self.adapter)
+            name = f"{name} + {adapter_name}"
             files |= {f"adapter/{path.name}": path for path in self.adapter_files or ()}
         sources.add(files.values())
         return Origin(name, revision, license_of(files), self._weight_type, files)
 
     def _origin(self, sources: SourceFiles) -> tuple[tuple[str, str | None], dict[str, Path]]:
+        """Name and revision, and the files by name."""
         return origin_of(self.model_id, self.hub), files_of(self.model_id, self.hub, sources.paths)
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """The configuration, not to be changed. Raises UnsupportedModelError for a model type that transformers does
-        not know, QsampleError for a missing checkpoint or a configuration that cannot be read."""
+        """The configuration, not to be changed. Raises UnsupportedModelError for a model type that
+        transformers does not know, QsampleError for a missing checkpoint or a configuration that
+        cannot be read."""
         check_exists(self.model_id, self.hub)
         with self._config_errors():
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 self.model_id, **self.hub.loading()
             )
-        check_kind(self.model_id, config.to_dict())  # of a hub id, too
-        kind, problem, advice = kind_of(config.to_dict()), "", ANOTHER_MODEL
-        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if (
-            sees
-            and self.images is False
-            and not self.text_only
-            and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        ):
-            problem = f"a {kind}, which reads {_media(config) or 'images'}"
-            advice = f"open it with AutoModelForImageTextToText, or {_ALONE}"
-        elif self.images and not sees:
+        check_kind(self.model_id, config.to_dict())  # a folder's was checked before
+        self._check_type(config)
+        return config
+
+    def _check_type(self, config: PretrainedConfig) -> None:
+        """Raise UnsupportedModelError for a model of a type that is not exported, or not as this
+        checkpoint is read."""
+        kind = kind_of(config.to_dict())
+        media = _media(config)
+        reads_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if reads_images and not reads_text and self.images is False and not self.text_only:
+            problem = f"a {kind}, which reads {media or 'images'}"
+            advice = f"open it with AutoModelForImageTextToText, or {_LANGUAGE_MODEL_ONLY}"
+        elif self.images and not reads_images:
             problem = f"a {kind}, of which transformers has no class for images and text"
             advice = "open it with AutoModelForCausalLM"
-        elif not (
-            sees or self.hub.trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        ):
-            reads = f", which reads {_media(config)}" if _media(config) else ""
-            problem = f"a {kind}{reads}; transformers has no causal language model of type {config.model_type}"
+        elif not (reads_text or reads_images or self.hub.trust_remote_code):
+            reads_media = f", which reads {media}" if media else ""
+            problem = f"a {kind}{reads_media}; transformers has no causal language model of type {config.model_type}"
+            advice = ANOTHER_MODEL
         elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(
             config, "is_decoder", True
         ):
             problem = f"an encoder ({kind}), which does not continue texts"
-        if problem:
-            raise UnsupportedModelError(f"{self.model_id} is {problem}; {advice}")
-        return config
+            advice = ANOTHER_MODEL
+        else:
+            return
+        raise UnsupportedModelError(f"{self.model_id} is {problem}; {advice}")
 
     @cached_property
     def dtype(self) -> str:
         """The dtype of the weights: "float32" or "float16"."""
         if self._dtype != "auto":
             return self._dtype
-        own = getattr(self.config, "dtype", None)
-        own = own or getattr(self.config.get_text_config(decoder=True), "dtype", None)
-        return "float16" if own is torch.float16 else "float32"
+        stored = getattr(self.config, "dtype", None)
+        if not stored:
+            stored = getattr(self.config.get_text_config(decoder=True), "dtype", None)
+        return "float16" if stored is torch.float16 else "float32"
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The settings of generate, from generation_config.json or else config.json; not to be changed. Raises
-        QsampleError for a damaged file: transformers would pass over it, and lose its stop tokens."""
-        _ = self.config  # is there such a checkpoint?
+        """The settings of generate, from generation_config.json or else config.json; not to be
+        changed. Raises QsampleError for a damaged file: transformers would pass over it, and lose
+        its stop tokens."""
+        _ = self.config  # raises an error unless there is such a checkpoint
         options = self.hub.downloading()
         try:
             return GenerationConfig.from_pretrained(self.model_id, **options)
@@ -229,20 +253,23 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; None if none is wanted. Raises QsampleError, with advice, if none can be loaded."""
+        """The tokenizer; None for a package of token ids only. Raises QsampleError, with advice, if
+        it cannot be loaded."""
         if self.tokenizer_id is None:
             return None
-        own = self.tokenizer_id == "auto"
-        name = self.model_id if own else self.tokenizer_id
-        hub = self.hub if own else self.hub.for_another_repository()
-        options = hub.loading()
-        if own:
-            options["config"] = self.config
+        if self.tokenizer_id == "auto":
+            name = self.model_id
+            options = {**self.hub.loading(), "config": self.config}
         else:
+            name = self.tokenizer_id
+            hub = self.hub.for_another_repository()
             check_exists(name, hub, file="tokenizer_config.json")
+            options = hub.loading()
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **options)
-        except Exception as error:  # transformers raises half a dozen kinds for a missing tokenizer
+        except (
+            Exception
+        ) as error:  # transformers raises half a dozen kinds if there is no tokenizer
             raise QsampleError(
                 f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "
                 "tokenizer=None for a package that takes and returns token ids only"
@@ -251,13 +278,13 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> ProcessorMixin | None:
-        """What transformers makes of texts with images; None if the language model alone is read. Gives `tokenizer` its
-        chat template. Raises UnsupportedModelError for images that a package cannot read."""
-        if (
-            self.images is False
-            or self.text_only
-            or type(self.config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        ):
+        """Transformers' processor of texts with images; None if only the language model is read.
+
+        `tokenizer` gets the processor's chat template. Raises UnsupportedModelError for images that
+        a package cannot read.
+        """
+        reads_images = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if self.images is False or self.text_only or not reads_images:
             return None
         try:
             return load_processor(self.model_id, self.config, self.tokenizer, self.hub)
@@ -265,18 +292,23 @@ class Checkpoint:
             if self.images is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 warnings.warn(f"{error}; its language model alone is exported", stacklevel=3)
                 return None
-            raise UnsupportedModelError(f"{error}; open {_ALONE}") from error
+            raise UnsupportedModelError(f"{error}; open {_LANGUAGE_MODEL_ONLY}") from error
 
     @property
     def _auto_class(self) -> Any:
-        """The class of transformers that loads the model: that of the text model, if there is one and it suffices."""
-        alone = self.processor is None and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        sees = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        return AutoModelForImageTextToText if sees and not alone else AutoModelForCausalLM
+        """The class of transformers that loads the model: the text model's, if there is one and it
+        suffices."""
+        has_text_model = type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        reads_images = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        text_suffices = self.processor is None and has_text_model
+        if reads_images and not text_suffices:
+            return AutoModelForImageTextToText
+        return AutoModelForCausalLM
 
     @cached_property
     def adapter_files(self) -> tuple[Path, Path] | None:
-        """Configuration and weights of the adapter; None without one. Raises QsampleError if a file is missing."""
+        """The configuration and the weights of the adapter; None without an adapter. Raises
+        QsampleError if a file is missing."""
         if self.adapter is None:
             return None
         hub = self.hub.for_another_repository()
@@ -285,20 +317,27 @@ class Checkpoint:
 
     @cached_property
     def outline(self) -> Outline:
-        """The model without weights, made on torch's meta device and asked which states it keeps. The export asks the
-        questions that need weights. Raises UnsupportedModelError for a state in a place that no retained buffer can
-        take, a quantization that cannot be read, or a configuration of which transformers makes no model."""
+        """The model without weights, made on torch's meta device and asked which states it keeps;
+        the export asks the questions that need weights.
+
+        Raises:
+            UnsupportedModelError: for a state in a place that no retained buffer can take, for a
+                quantization that cannot be read, and for a configuration that transformers makes no
+                model of.
+        """
         config = copy.deepcopy(self.config)
         packing = packing_of(config, self.model_id)
-        remote = self.hub.trust_remote_code
+        runs_remote_code = self.hub.trust_remote_code
         with self._config_errors():
             try:
                 with torch.device("meta"):
                     model: PreTrainedModel = self._auto_class.from_config(
-                        copy.deepcopy(config), attn_implementation="eager", trust_remote_code=remote
+                        copy.deepcopy(config),
+                        attn_implementation="eager",
+                        trust_remote_code=runs_remote_code,
                     ).eval()
             except Exception:
-                if remote and packing is None:  # the model's code may need memory
+                if runs_remote_code and packing is None:  # the model's code may need memory
                     return Outline(config, None, None, config, {}, frozenset())
                 raise
             outline = Outline(
@@ -321,38 +360,23 @@ class Checkpoint:
         """The model in eval mode on the CPU, with eager attention; a new one at each call.
 
         Args:
-            dtype: of the weights, in place of the checkpoint's `dtype`.
-            scratch: an empty folder that lives as long as the model. GPTQ and AWQ weights are written there in blocks
-                (`block_store`); other weights become placeholders for the numbers in the checkpoint's files
-                (`mapped_weights`), so that a model larger than the memory can be exported. None loads into memory.
-            sources: takes note of these files.
+            dtype: the dtype of the weights, in place of the checkpoint's `dtype`.
+            scratch: an empty folder that lives as long as the model. Packed weights are written
+                there in blocks (`block_store`); other weights become placeholders for the numbers
+                in the checkpoint's files (`mapped_weights`), so that a model larger than the memory
+                can be exported. None loads into memory.
+            sources: a collection that the files of the weights are added to.
 
-        Raises UnsupportedModelError for a model that cannot be exported, QsampleError if the files cannot be read or do
-        not fit the configuration.
+        Raises:
+            UnsupportedModelError: for a model that cannot be exported.
+            QsampleError: if the files cannot be read or do not fit the configuration.
         """
-        _ = (
-            self.config,
-            self.adapter_files,
-            self.generation_config,
-            self.outline,
-        )  # small files first: they fail fast
-        media = _media(self.config)
-        if self.processor is not None:
-            media = media.removeprefix("images").removeprefix(" and ")
-            if media:
-                warnings.warn(
-                    f"{self.model_id} also reads {media}, which is left out", stacklevel=2
-                )
-        elif media and not self.text_only:
-            more = (
-                "; AutoModelForImageTextToText also exports images"
-                if media.startswith("images")
-                else ""
-            )
-            warnings.warn(
-                f"{self.model_id} also reads {media}; its language model alone is exported, which reads text{more}",
-                stacklevel=2,
-            )
+        # Small files are read before the weights: an error of theirs comes at once.
+        _ = self.config
+        _ = self.adapter_files
+        _ = self.generation_config
+        _ = self.outline
+        self._warn_of_media()
         torch_dtype = getattr(torch, dtype or self.dtype)
         sources = sources or SourceFiles()
         if scratch is not None or not self._needs_scratch:
@@ -367,6 +391,24 @@ class Checkpoint:
             parameter.data = numbers(parameter.data)
         weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
         return model
+
+    def _warn_of_media(self) -> None:
+        """Warn of what the model reads besides text and is left out."""
+        media = _media(self.config)
+        if self.processor is not None:
+            media = media.removeprefix("images").removeprefix(" and ")
+            if media:
+                warnings.warn(
+                    f"{self.model_id} also reads {media}, which is left out", stacklevel=3
+                )
+        elif media and not self.text_only:
+            hint = ""
+            if media.startswith("images"):
+                hint = "; AutoModelForImageTextToText also exports images"
+            warnings.warn(
+                f"{self.model_id} also reads {media}; its language model alone is exported, which reads text{hint}",
+                stacklevel=3,
+            )
 
     def _load(
         self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles
@@ -389,21 +431,18 @@ class Checkpoint:
                 assert outline.kind is not None
                 weights = stored.weights if isinstance(stored, QuantizedCheckpoint) else stored
                 options["config"] = copy.deepcopy(outline.model_config)
-                with (
-                    deferring(),
-                    loading_in_this_thread(),
-                ):  # merged weights are computed when needed
+                # Weights that transformers merges are computed when they are needed.
+                with deferring(), loading_in_this_thread():
                     loaded = outline.kind.from_pretrained(None, state_dict=weights, **options)
         model: PreTrainedModel = loaded[0]
         info: dict[str, Any] = loaded[1]
         quantized = stored if isinstance(stored, QuantizedCheckpoint) else None
-        self._check_complete(
-            model, info["mismatched_keys"], info["missing_keys"] if quantized is None else ()
-        )
+        missing = info["missing_keys"] if quantized is None else ()
+        self._check_complete(model, info["mismatched_keys"], missing)
         model.generation_config = copy.deepcopy(self.generation_config)
         model.requires_grad_(False)
         if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config  # its weights are float now
+            del model.config.quantization_config  # the weights are float now
         if self.adapter_files is not None:
             merge_adapter(model, *self.adapter_files)
         if quantized is not None:
@@ -419,7 +458,8 @@ class Checkpoint:
     def _stored(
         self, dtype: torch.dtype, scratch: Path | None, sources: SourceFiles
     ) -> QuantizedCheckpoint | dict[str, Tensor] | None:
-        """The weights by name, as far as possible in their files; None if transformers has to load them itself."""
+        """The weights by name, left in their files if possible; None if transformers has to load
+        them itself."""
         packing = self.outline.packing
         if packing is None and (scratch is None or not self._can_be_mapped()):
             return None
@@ -434,35 +474,37 @@ class Checkpoint:
             )
         assert scratch is not None
         packed = read_packed(files, packing)
-        shapes, transposed = self.outline.shapes, self.outline.transposed
         with self._room_for_blocks(scratch, packed.bytes_in_blocks(dtype)):
             return read_quantized(
                 packed.others,
                 packed.matrices,
                 scratch,
                 dtype=dtype,
-                shapes=shapes,
-                transposed=transposed,
+                shapes=self.outline.shapes,
+                transposed=self.outline.transposed,
                 biases=packed.biases,
             )
 
     @contextmanager
     def _room_for_blocks(self, scratch: Path, needed: int) -> Iterator[None]:
         """Raises QsampleError, before or when the disk is full, if `needed` bytes have no room."""
-        check_free(scratch, needed, _IN_BLOCKS)
-        with full_disk_named(scratch, needed, _IN_BLOCKS):
+        check_free(scratch, needed, _COPY_IN_BLOCKS)
+        with full_disk_named(scratch, needed, _COPY_IN_BLOCKS):
             yield
 
     def _can_be_mapped(self) -> bool:
-        """Whether float weights can become placeholders; otherwise transformers has to load this checkpoint itself."""
-        # A model's code lies with its weights, and quantized weights mean nothing without their scales.
+        """Whether float weights can become placeholders; otherwise transformers has to load this
+        checkpoint itself."""
+        # The code of a model lies beside its weights, and quantized weights mean nothing without
+        # their scales.
         config = self.outline.config
-        named = getattr(config, "transformers_weights", None)  # files of other names
-        quantized = getattr(config, "quantization_config", None) is not None
-        return not (named or self.hub.trust_remote_code or quantized)
+        has_other_names = bool(getattr(config, "transformers_weights", None))
+        is_quantized = getattr(config, "quantization_config", None) is not None
+        return not (has_other_names or self.hub.trust_remote_code or is_quantized)
 
     def _weight_files(self) -> list[Path]:
-        """The safetensors files of the weights, downloaded if need be; [] if the checkpoint has another format."""
+        """The safetensors files of the weights, downloaded if need be; [] if the checkpoint has
+        another format."""
         if Path(self.model_id).is_dir():
             return weight_files(Path(self.model_id))
         options = self.hub.downloading()
@@ -482,7 +524,15 @@ class Checkpoint:
         mismatched: Collection[tuple[str, Any, Any]],
         missing: Collection[str],
     ) -> None:
-        """Raise QsampleError for a missing weight, or one of another shape: transformers puts random numbers there."""
+        """Raise QsampleError for a missing weight, or one of another shape: transformers puts
+        random numbers there.
+
+        Args:
+            model: the loaded model.
+            mismatched: the names of weights with another shape, the shape in the files and the
+                model's.
+            missing: the names of weights that the files lack.
+        """
         kind = type(model).__name__
         if mismatched:
             name, found, wanted = min(mismatched)
@@ -491,16 +541,17 @@ class Checkpoint:
                 f"{self.model_id} holds {name} of shape {list(found)}, and {kind} has {list(wanted)} by its "
                 f"{self._configured_by}{others}; give weights and configuration of one model"
             )
-        made_up = set(missing) & {name for name, _ in model.named_parameters()}
-        if made_up:
+        random_weights = set(missing) & {name for name, _ in model.named_parameters()}
+        if random_weights:
             raise QsampleError(
-                f"{self.model_id} holds no {listed(made_up)}, which {kind} needs; download the checkpoint again, or "
-                "give a checkpoint of this very architecture"
+                f"{self.model_id} holds no {listed(random_weights)}, which {kind} needs; download the checkpoint "
+                "again, or give a checkpoint of this very architecture"
             )
 
     @contextmanager
     def _config_errors(self) -> Iterator[None]:
-        """Turns errors of transformers about a configuration into errors that name the checkpoint."""
+        """Turns errors of transformers about a configuration into errors that name the
+        checkpoint."""
         try:
             yield
         except (QsampleError, ImportError):
@@ -512,15 +563,16 @@ class Checkpoint:
         except ValueError as error:
             raise UnsupportedModelError(f"{self.model_id}: {_first_line(error)}") from error
         except Exception as error:  # transformers checks the values in half a dozen ways
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise UnsupportedModelError(
                 f"{self.model_id}: transformers makes no model of its {self._configured_by} ({type(error).__name__}: "
-                f"{said:.300}); correct it, or download the checkpoint again"
+                f"{reason:.300}); correct it, or download the checkpoint again"
             ) from error
 
     @contextmanager
     def _weight_errors(self) -> Iterator[None]:
-        """Turns errors of transformers and safetensors about weights into errors that name the checkpoint."""
+        """Turns errors of transformers and safetensors about weights into errors that name the
+        checkpoint."""
         try:
             yield
         except ValueError as error:
@@ -537,7 +589,8 @@ class Checkpoint:
 
 
 def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationConfig:
-    """`settings` as the object to export a model with. Raises QsampleError if transformers would not save them."""
+    """The settings of generate as the object to export a model with. Raises QsampleError if
+    transformers would not save them."""
     try:
         config = GenerationConfig(**settings)  # type: ignore[no-untyped-call]
         config.validate(strict=True)
@@ -547,28 +600,30 @@ def transformers_generation_config(settings: Mapping[str, Any]) -> GenerationCon
 
 
 def _check_states(model: PreTrainedModel) -> None:
-    """Transform `model` in place; raise UnsupportedModelError if it cannot keep its states in buffers."""
+    """Transform a model in place. Raises UnsupportedModelError if it cannot keep its states in
+    buffers."""
     context = DecodeContext()
     try:
         with torch.device("meta"):
             apply_transforms(model, context)
             state_shapes(model, context)
     except UnsupportedModelError as error:
-        if error.__cause__ is None or isinstance(error.__cause__, _OF_THE_MODEL):
+        if error.__cause__ is None or isinstance(error.__cause__, _ERRORS_OF_LAYERS):
             raise
-    except Exception:  # questions that need weights
+    except Exception:  # the answer needs weights, and the export asks again
         return
 
 
 def _media(config: PretrainedConfig) -> str:
-    """What a model reads besides text: "images", "audio", both, or nothing."""
-    kinds = {"vision": "images", "audio": "audio"}
-    return " and ".join(
-        kinds[mark] for mark in kinds if any(mark in part for part in config.sub_configs)
-    )
+    """What a model reads besides text: "images", "audio", "images and audio", or ""."""
+    found = []
+    for mark, medium in (("vision", "images"), ("audio", "audio")):
+        if any(mark in part for part in config.sub_configs):
+            found.append(medium)
+    return " and ".join(found)
 
 
 def _first_line(error: BaseException) -> str:
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    """The first line of an error's message that is not empty, otherwise the error's class."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

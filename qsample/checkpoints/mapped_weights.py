@@ -1,7 +1,7 @@
-"""The weights of safetensors files, mapped: nothing of them is copied, to memory or to the disk.
+"""The weights of safetensors files, mapped: they are copied neither to memory nor to the disk.
 
-Float weights become placeholders (`transforms.deferred`) that remember the place of their numbers; a graph can refer to
-it.
+Float weights become placeholders (`transforms.deferred`) that remember the place of their numbers,
+and a graph can refer to that place.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ from qsample.transforms.deferred import SMALLEST, defer
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-_FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
-_NO_THREADS: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-_LARGEST_HEADER: Final = 100 << 20  # safetensors' limit
+_FLOAT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+# transformers reads weights in the calling thread if this environment variable is set.
+_NO_THREADS_VARIABLE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
+_MAX_HEADER_BYTES: Final = 100 << 20  # as safetensors allows
 
 
 class Place(NamedTuple):
-    """The place of a tensor's numbers: `length` bytes of a file, from byte `offset` on."""
+    """The place of a tensor's numbers.
+
+    Attributes:
+        path: the file, without links.
+        offset: the first byte.
+        length: the number of bytes.
+    """
 
     path: Path
     offset: int
@@ -38,8 +45,8 @@ class Place(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder; [] if transformers reads another format. Raises QsampleError for an
-    index that does not name the file of each tensor."""
+    """The safetensors files of a checkpoint folder; [] if the folder has weights of another format.
+    Raises QsampleError for an index that does not name the file of each tensor."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
@@ -49,7 +56,8 @@ def weight_files(folder: Path) -> list[Path]:
         if not names:
             raise ValueError("it lists no tensor")
         for name in sorted(names):
-            if problem := problem_of_name(name):
+            problem = problem_of_name(name)
+            if problem is not None:
                 raise ValueError(f"it names the file {name!r:.120}, {problem}")
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -63,14 +71,18 @@ def places(file: Path) -> dict[str, Place]:
     """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors)."""
     real = file.resolve()  # ONNX Runtime opens no links, and the hub's cache consists of links
     with open_plain(real) as opened:
-        header, start = read_header(opened, _LARGEST_HEADER)
+        header, start = read_header(opened, _MAX_HEADER_BYTES)
     header.pop("__metadata__", None)
-    spans = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: Place(real, start + begin, end - begin) for name, (begin, end) in spans.items()}
+    found: dict[str, Place] = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name] = Place(real, start + begin, end - begin)
+    return found
 
 
 def open_weights(file: Path) -> Any:
-    """A safetensors file, opened. Raises OSError, with its name, if it is missing, cut off or of another format."""
+    """A safetensors file, opened. Raises OSError, with its name, if it is missing, cut off or of
+    another format."""
     try:
         return safe_open(file, "pt")
     except FileNotFoundError as error:
@@ -83,19 +95,21 @@ def open_weights(file: Path) -> Any:
 
 
 def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
-    """Every tensor of the files by name; float32 and half precision become float32, as placeholders unless small.
-    Raises QsampleError for weights that are quantized."""
+    """Every tensor of the files by name. float32, float16 and bfloat16 become float32, as
+    placeholders unless they are small. Raises QsampleError for weights that are quantized."""
     weights: dict[str, Tensor] = {}
     for file in files:
         with open_weights(file) as tensors:
-            places_of = places(file)
-            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                weights[name] = named_in_float32(name, tensors.get_tensor(name), places_of[name])
+            places_by_name = places(file)
+            for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
+                tensor = tensors.get_tensor(name)
+                weights[name] = named_in_float32(name, tensor, places_by_name[name])
     return weights
 
 
 def named_in_float32(name: str, tensor: Tensor, place: Place) -> Tensor:
-    """`in_float32`. Raises QsampleError for a weight of small numbers: its scales would be passed over."""
+    """As `in_float32`. Raises QsampleError for a weight of integers or small floats, whose scales
+    would be ignored."""
     if name.endswith(".weight") and (tensor.itemsize == 1 or not tensor.is_floating_point()):
         raise QsampleError(
             f"{place.path} holds {name} as {dtype_name(tensor.dtype)}, and the config.json beside it does not say how "
@@ -105,8 +119,8 @@ def named_in_float32(name: str, tensor: Tensor, place: Place) -> Tensor:
 
 
 def in_float32(tensor: Tensor, place: Place) -> Tensor:
-    """`tensor`, mapped from `place`, as `mapped_weights` has it."""
-    if tensor.dtype not in _FLOATS:
+    """A mapped tensor as `mapped_weights` has it. place: the place of its numbers."""
+    if tensor.dtype not in _FLOAT_DTYPES:
         return tensor
     if tensor.numel() < SMALLEST:
         return tensor.to(torch.float32)
@@ -115,13 +129,13 @@ def in_float32(tensor: Tensor, place: Place) -> Tensor:
 
 @contextmanager
 def loading_in_this_thread() -> Iterator[None]:
-    """Keep transformers from reading weights in other threads: `deferring` does not reach them."""
-    before = os.environ.get(_NO_THREADS)
-    os.environ[_NO_THREADS] = "1"
+    """Keep transformers from reading weights in other threads, which `deferring` does not reach."""
+    before = os.environ.get(_NO_THREADS_VARIABLE)
+    os.environ[_NO_THREADS_VARIABLE] = "1"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_NO_THREADS]
+            del os.environ[_NO_THREADS_VARIABLE]
         else:
-            os.environ[_NO_THREADS] = before
+            os.environ[_NO_THREADS_VARIABLE] = before

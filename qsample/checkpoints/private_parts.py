@@ -1,13 +1,18 @@
-"""The parts of transformers, torch and onnxscript that are not public and that an export uses: a list, and its check.
+"""The parts of transformers, torch and onnxscript that an export uses although they are not public,
+and their check.
 
-Some parts have no name to look for. If they change, the comparison with the model refuses the export:
+Some parts have no name that could be looked up. If one of these changes, the comparison with the
+model refuses the export:
 
-- the names under which a model takes its cache, and the attributes that it has of its experts, rotations and positions;
-- the methods of the cache that recurrent layers call, and the functions that `recurrent_operators` replaces by name;
-- classes that a transform knows by name: `experts` and `positions` have a few;
+- the names under which a model takes its cache, and its attributes for experts, rotations and
+  positions;
+- the methods of the cache that recurrent layers call, and the functions that `recurrent_operators`
+  replaces by name;
+- the classes that a transform knows by name, a few in `experts` and `positions`;
 - the numbers that torch.export asserts and onnxscript folds.
 
-`transformers.exporters.onnxruntime_fusions` may be absent: `compiler.passes.fusions` has a stand-in.
+`transformers.exporters.onnxruntime_fusions` may be absent, because `compiler.passes.fusions` has a
+stand-in.
 """
 
 from __future__ import annotations
@@ -19,9 +24,10 @@ from typing import Final
 
 from qsample.errors import QsampleError, install_hint
 
-# What pyproject.toml says. The tests ran with the ends of each range: scripts/versions.
+# The ranges of pyproject.toml. scripts/versions runs the tests with both ends of each range.
 RANGES: Final = {"transformers": ">=5.23,<5.25", "torch": ">=2.11,<2.14", "onnxscript": ">=0.7.2"}
-_RULES: Final = "onnxscript.rewriter"
+_REWRITER: Final = "onnxscript.rewriter"
+# The names of the parts, separated by spaces, by module.
 PARTS: Final = {
     "transformers.activations": "ACT2FN",
     "transformers.cache_utils": "Cache CacheLayerMixin LinearAttentionLayer.update_conv_state "
@@ -41,19 +47,21 @@ PARTS: Final = {
     "torch.onnx.ops": "symbolic symbolic_multi_out",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils._pytree": "TreeSpec tree_flatten tree_map tree_unflatten",
-    f"{_RULES}.ort_fusions.bias_gelu": "fuse_bias_gelu",
-    f"{_RULES}.ort_fusions.erfgelu": "fuse_erfgelu",
-    f"{_RULES}.ort_fusions.fused_matmul_rule_sets": "fused_matmul_rule_sets",
-    f"{_RULES}.ort_fusions.gelu": "fuse_gelu",
-    f"{_RULES}.ort_fusions.rms_normalization": "fuse_rms_normalization",
-    f"{_RULES}.ort_fusions.skip_normalization": "fuse_skip_layer_normalization fuse_skip_rms_normalization",
-    f"{_RULES}.pattern": "Constant MatchResult RewriteRule RewriteRuleSet SimplePatternMatcher.match",
-    f"{_RULES}.rules": "common.materialize_reshape_shape_rule",  # the newest that `trace` names
+    f"{_REWRITER}.ort_fusions.bias_gelu": "fuse_bias_gelu",
+    f"{_REWRITER}.ort_fusions.erfgelu": "fuse_erfgelu",
+    f"{_REWRITER}.ort_fusions.fused_matmul_rule_sets": "fused_matmul_rule_sets",
+    f"{_REWRITER}.ort_fusions.gelu": "fuse_gelu",
+    f"{_REWRITER}.ort_fusions.rms_normalization": "fuse_rms_normalization",
+    f"{_REWRITER}.ort_fusions.skip_normalization": "fuse_skip_layer_normalization fuse_skip_rms_normalization",
+    f"{_REWRITER}.pattern": "Constant MatchResult RewriteRule RewriteRuleSet SimplePatternMatcher.match",
+    # The newest part that `trace` names.
+    f"{_REWRITER}.rules": "common.materialize_reshape_shape_rule",
 }
 
 
 def check_private_parts() -> None:
-    """Raise QsampleError for a part that an installed library lacks, ModuleNotFoundError for a missing library."""
+    """Raise QsampleError for a part that an installed library lacks, ModuleNotFoundError for a
+    missing library."""
     for module, names in PARTS.items():
         library = module.partition(".")[0]
         import_module(library)

@@ -1,6 +1,8 @@
-"""transformers' processor of a checkpoint, with its Pillow image processor, for comparison: a package has its own.
+"""transformers' processor of a checkpoint, with its Pillow image processor, for comparison: a
+package has its own.
 
-Parts for videos and sound are left out: they need torchvision and other libraries, and images do not.
+The parts for videos and sound are left out, because they need torchvision and other libraries, and
+images do not.
 """
 
 from __future__ import annotations
@@ -33,10 +35,19 @@ def load_processor(
     tokenizer: PreTrainedTokenizerBase | None,
     hub: HubOptions | None = None,
 ) -> ProcessorMixin:
-    """The processor of `model_id`, a model of texts and images, for these. `tokenizer` gets its chat template.
+    """The processor of a model of texts and images.
 
-    Raises UnsupportedModelError for a model whose images do not enter as rows that stand for tokens, for a missing
-    tokenizer, and for a processor that is missing, the repository's code, or in need of torchvision.
+    Args:
+        model_id: a folder or hub id.
+        config: the model's configuration.
+        tokenizer: the model's tokenizer, which gets the processor's chat template; None if it has
+            none.
+        hub: how the hub is read.
+
+    Raises:
+        UnsupportedModelError: for a model whose images do not enter as rows that stand for tokens,
+            for a missing tokenizer, and for a processor that is missing, is the repository's code,
+            or needs torchvision.
     """
     model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     if not hasattr(model, "get_image_features") or getattr(config, "vision_config", None) is None:
@@ -59,9 +70,9 @@ def load_processor(
             model_id, backend="pil", config=config, trust_remote_code=False, **options
         )
     except (OSError, ValueError, ImportError) as error:
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"{model_id} has no image processor that works with Pillow ({said:.200})"
+            f"{model_id} has no image processor that works with Pillow ({reason:.200})"
         ) from error
     if not isinstance(images, PilBackend):
         raise UnsupportedModelError(
@@ -77,18 +88,25 @@ def load_processor(
 def assemble(
     kind: type[ProcessorMixin], parts: dict[str, Any], settings: dict[str, Any]
 ) -> ProcessorMixin:
-    """A processor of class `kind` from `parts` by name, and None for every other part; `settings`: its arguments."""
+    """A processor of some parts.
+
+    Args:
+        kind: the processor's class.
+        parts: its parts by name; every other part is None.
+        settings: the arguments of its class.
+    """
     kind = _imported(kind)
     unchecked = {"check_argument_for_proper_class": lambda *_: None, "__module__": kind.__module__}
-    parted: Any = type(kind.__name__, (kind,), unchecked)
+    unchecked_kind: Any = type(kind.__name__, (kind,), unchecked)
     module: Any = import_module(kind.__module__)
-    # SmolVLM's processor spells the number of a video's frames, with a library that images do not need.
+    # SmolVLM's processor spells the number of a video's frames, with a library that images do not
+    # need.
     missing = vars(module).get("num2words", str) is None
     if missing:
         module.num2words = str
     try:
-        arguments = [parts.get(name) for name in parted.get_attributes()]
-        processor: ProcessorMixin = parted.from_args_and_dict(arguments, settings)
+        arguments = [parts.get(name) for name in unchecked_kind.get_attributes()]
+        processor: ProcessorMixin = unchecked_kind.from_args_and_dict(arguments, settings)
     finally:
         if missing:
             module.num2words = None
@@ -96,8 +114,8 @@ def assemble(
 
 
 def _imported(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """The class in place of the dummy that transformers has for it if torchvision is missing. Pixtral's module imports
-    torchvision for its other image processor."""
+    """The processor's class itself. If torchvision is missing, transformers has a dummy in place of
+    Pixtral's, whose module imports torchvision for its other image processor."""
     if not getattr(kind, "is_dummy", False):
         return kind
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -115,8 +133,8 @@ def _imported(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
 def _kind(
     settings: dict[str, Any], model_id: str, config: PretrainedConfig, options: dict[str, Any]
 ) -> type[ProcessorMixin]:
-    """The processor's class: by name in processor_config.json or preprocessor_config.json, otherwise of the model's
-    type."""
+    """The processor's class: the class that processor_config.json or preprocessor_config.json
+    names, otherwise the class for the model's type."""
     found = settings
     if "processor_class" not in found:
         with suppress(OSError):

@@ -1,9 +1,8 @@
-"""The matrices of a checkpoint with integers of its own enter: as float weights, computed when needed, and as the same
-integers in blocks for the layers of the loaded model they leave. Neither the library that quantized the checkpoint nor
-a GPU is needed.
+"""The matrices of a quantized checkpoint enter. They leave twice: as float weights, computed when
+they are needed, and as the same integers in blocks, for the layers of the loaded model.
 
-A float weight is a placeholder (`transforms.deferred`); it identifies its layer wherever transformers puts it. Weights
-that transformers merges, or an adapter changes, stay float.
+A float weight is a placeholder (`transforms.deferred`), which identifies its layer wherever
+transformers puts it. Weights that transformers merges, or that an adapter changes, stay float.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class QuantizedCheckpoint:
 
     Attributes:
         weights: every tensor by name; a quantized tensor is a placeholder.
-        layers: the placeholders of the quantized layers, with their names.
-        without_blocks: names of the layers that no block size fits; they stay float.
-        biases: names of the layers' biases, except zeros: some tools write these everywhere.
-        blocks: of the other layers, by name.
+        layers: the names of the quantized layers by their placeholders.
+        without_blocks: the names of the layers that no block size fits; they stay float.
+        biases: the names of the layers' biases, except zeros, which some tools write everywhere.
+        blocks: the blocks of the other layers, by name.
     """
 
     weights: dict[str, Tensor]
@@ -45,54 +44,65 @@ class QuantizedCheckpoint:
     blocks: BlockStore
 
     def attach(self, model: PreTrainedModel) -> int:
-        """Give each layer of `model` whose weight was read from blocks those blocks, still mapped from their file.
-        Warns of layers that stay float; returns how many layers have blocks."""
-        attached = set()  # a tied table counts once
+        """Give the layers of a model the blocks of their weights, which stay mapped from their
+        file.
+
+        Warns of layers that stay float. Returns the number of layers that have blocks.
+        """
+        attached = set()  # the names of layers; a tied table counts once
         for layer in model.modules():
             weight = getattr(layer, "weight", None)
-            found = deferred(weight) if isinstance(weight, Tensor) else None
-            if found not in self.layers or found is None or weight is None:
+            placeholder = deferred(weight) if isinstance(weight, Tensor) else None
+            if weight is None or placeholder is None or placeholder not in self.layers:
                 continue
-            key = self.layers[found]
-            blocks = (
-                self.blocks.read(key) if key in self.blocks and weight.is_contiguous() else None
-            )
-            if blocks is not None and _takes(layer, blocks):
+            name = self.layers[placeholder]
+            blocks = None
+            if name in self.blocks and weight.is_contiguous():
+                blocks = self.blocks.read(name)
+            if blocks is not None and _takes_blocks(layer, blocks):
                 set_quantized_weight(layer, blocks)
-                attached.add(key)
+                attached.add(name)
             elif weight.numel() < SMALLEST:
                 layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
+        self._warn_of_floats(float_layers=len(self.layers) - len(attached))
+        return len(attached)
+
+    def _warn_of_floats(self, float_layers: int) -> None:
+        """Warn of the number of layers that stay float."""
         reasons = []
         if self.without_blocks:
             count = len(self.without_blocks)
             reasons.append(
                 f"{count} because no block of {min(BLOCK_SIZES)} inputs lies within one group"
             )
-        stay = len(self.layers) - len(attached)
-        if (rest := stay - len(self.without_blocks)) > 0:
+        changed = float_layers - len(self.without_blocks)
+        if changed > 0:
             reasons.append(
-                f"{rest} because they were merged into other weights, or changed by an adapter"
+                f"{changed} because they were merged into other weights, or changed by an adapter"
             )
         if reasons:
             warnings.warn(
-                f"{stay} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}",
-                stacklevel=2,
+                f"{float_layers} of {len(self.layers)} quantized matrices become float: {'; '.join(reasons)}",
+                stacklevel=3,
             )
-        return len(attached)
 
     def check_loaded(
         self, model_id: str, missing: Collection[str], unexpected: Collection[str]
     ) -> None:
-        """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or bias too many."""
-        lost = sorted(
-            set(unexpected) & ({f"{layer}.weight" for layer in self.layers.values()} | self.biases)
-        )
+        """Raise QsampleError if the checkpoint lacks weights of the model, or has a layer or a bias
+        that the model lacks.
+
+        Args:
+            model_id: the checkpoint's name, for messages.
+            missing: the names of weights that the checkpoint lacks.
+            unexpected: the names of weights that the model lacks.
+        """
+        quantized = {f"{layer}.weight" for layer in self.layers.values()} | self.biases
+        lost = quantized & set(unexpected)
         if missing or lost:
-            problem = (
-                f"lacks {listed(missing)}"
-                if missing
-                else f"has {listed(lost)}, which the model does not know"
-            )
+            problem = f"has {listed(lost)}, which the model does not know"
+            if missing:
+                problem = f"lacks {listed(missing)}"
             raise QsampleError(
                 f"{model_id} {problem}; it is damaged, or of another model than it says"
             )
@@ -108,49 +118,53 @@ def read_quantized(
     transposed: Collection[str] = (),
     biases: Collection[str] = (),
 ) -> QuantizedCheckpoint:
-    """Write the blocks of `matrices`, a part of one in memory at a time.
+    """Write the blocks of matrices, with a part of one matrix in memory at a time.
 
     Args:
         weights: the checkpoint's other tensors, by name.
-        scratch: a folder that lives as long as the result; the blocks are written into a new folder inside it.
-        dtype: of float weights, scales and offsets.
-        shapes, transposed: of the model that the checkpoint will be loaded into, as in `checkpoint.Outline`.
-        biases: as in `QuantizedCheckpoint`.
+        matrices: the quantized weights.
+        scratch: a folder that lives as long as the result; the blocks are written into a new folder
+            inside it.
+        dtype: the dtype of float weights, scales and offsets.
+        shapes: the shapes of the model's weights, as in `checkpoint.Outline`.
+        transposed: the layers that hold their weight as [in, out], as in `checkpoint.Outline`.
+        biases: the names of the layers' biases, as in `QuantizedCheckpoint`.
 
-    Raises QsampleError if a matrix does not fit the model.
+    Raises:
+        QsampleError: if a matrix does not fit the model.
     """
-    weights, layers, without_blocks = dict(weights), {}, []
+    weights = dict(weights)
+    layers = {}
+    without_blocks = []
     blocks = BlockStore(scratch / "qsample-blocks")
     for matrix in matrices:
-        turned = matrix.layer.rpartition(".")[2] in transposed
-        weight = _float_weight(matrix, dtype, turned)
+        is_transposed = matrix.layer.rpartition(".")[2] in transposed
+        weight = _float_weight(matrix, dtype, is_transposed)
         _check_shape(matrix.layer, weight, shapes)
         weights[f"{matrix.layer}.weight"] = weight
         if isinstance(matrix, FloatMatrix):
             if weight.numel() < SMALLEST:
                 weights[f"{matrix.layer}.weight"] = numbers(weight)
             continue
-        found = deferred(weight)
-        assert found is not None
-        layers[found] = matrix.layer
+        placeholder = deferred(weight)
+        assert placeholder is not None
+        layers[placeholder] = matrix.layer
         if not blocks.add(matrix.layer, (part.blocks(dtype) for part in matrix.parts())):
             without_blocks.append(matrix.layer)
     return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
 
 
-def _takes(layer: nn.Module, blocks: QuantizedWeight) -> bool:
+def _takes_blocks(layer: nn.Module, blocks: QuantizedWeight) -> bool:
+    """Whether a layer computes nothing else with its weight than a product, or a row of a table."""
     if isinstance(layer, nn.Embedding):
-        return (
-            layer.max_norm is None and blocks.order is None
-        )  # with a norm, a table changes when it is read
-    return type(layer).forward in (
-        nn.Linear.forward,
-        Conv1D.forward,
-    )  # subclasses may do more than that
+        # With a norm, a table changes when it is read.
+        return layer.max_norm is None and blocks.order is None
+    # Subclasses may compute more.
+    return type(layer).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def conv1d_names(model: nn.Module) -> frozenset[str]:
-    """Last names of the layers of `model` that hold their weight as [K, N]."""
+    """The last names of a model's layers that hold their weight as [K, N]."""
     return frozenset(
         name.rpartition(".")[2]
         for name, module in model.named_modules()
@@ -158,18 +172,24 @@ def conv1d_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _float_weight(matrix: StoredMatrix | FloatMatrix, dtype: torch.dtype, turned: bool) -> Tensor:
-    """A placeholder for the float weight of a layer; `turned`: the model has it as [K, N]."""
+def _float_weight(
+    matrix: StoredMatrix | FloatMatrix, dtype: torch.dtype, is_transposed: bool
+) -> Tensor:
+    """A placeholder for the float weight of a layer. is_transposed: whether the model has it as [K,
+    N]."""
+    outputs, inputs = matrix.shape
+    shape = (inputs, outputs) if is_transposed else (outputs, inputs)
 
     def compute() -> Tensor:
         weight = torch.from_numpy(matrix.floats()).to(dtype)
-        return weight.T.contiguous() if turned else weight
+        return weight.T.contiguous() if is_transposed else weight
 
-    return defer(matrix.shape[::-1] if turned else matrix.shape, dtype, compute, dtype)
+    return defer(shape, dtype, compute, dtype)
 
 
 def _check_shape(layer: str, weight: Tensor, shapes: Mapping[str, torch.Size]) -> None:
-    """`shapes`: of the model's weights, except renamed weights: transformers' loading checks those."""
+    """Raise QsampleError if the model's weight has another shape. transformers renames some
+    weights, which are not in `shapes`, and checks these when it loads them."""
     wanted = shapes.get(f"{layer}.weight")
     if wanted is not None and weight.shape != wanted:
         raise QsampleError(
