@@ -169,7 +169,7 @@ def seal(folder: Path) -> Case:
     source = fake_package(folder / "package").path
     package, holding = open_cached(Recipe("model", {}), lambda path: shutil.copytree(source, path))
     holding.close()
-    file = package.path / cache._SEAL
+    file = package.path / cache._SEAL_FILE
 
     def read() -> None:
         again, holding = open_cached(

@@ -16,8 +16,14 @@ TINY_LM: Final = Path(__file__).resolve().parent.parent / "assets" / "tiny_lm"
 def bundled_model(
     provider: str = "cpu", progress: Progress | None = None, *, for_serving: bool = False
 ) -> PackagedModel:
-    """The bundled model compiled for `provider`: from the cache, or exported into it first (about half a minute).
-    progress: as in `Model.compile`. for_serving: as in `AutoModelForCausalLM.from_pretrained`."""
+    """The bundled model compiled for a provider, from the cache; the first call exports it, in
+    about half a minute.
+
+    Args:
+        provider: the execution provider.
+        progress: as in `Model.compile`.
+        for_serving: as in `AutoModelForCausalLM.from_pretrained`.
+    """
     from qsample.models.auto_model import AutoModelForCausalLM
     from qsample.models.model import SourceModel
 

@@ -166,7 +166,7 @@ def test_a_damaged_entry_is_made_again(folder: Path, source: Path) -> None:
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone may give files away"
 )
-@pytest.mark.parametrize("name", ["", "decoder.onnx", cache._SEAL])
+@pytest.mark.parametrize("name", ["", "decoder.onnx", cache._SEAL_FILE])
 def test_a_strangers_entry_is_not_taken(name: str, folder: Path, source: Path) -> None:
     """In a folder to which others write, too, a seal proves nothing."""
     path, _ = opened(source)
@@ -188,7 +188,7 @@ def test_an_entry_under_the_name_of_another_is_not_taken(folder: Path, source: P
 @pytest.mark.ci
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
 @pytest.mark.parametrize("damage", ["nested", "pipe", "link"])
-@pytest.mark.parametrize("name", ["qsample.json", cache._SEAL])
+@pytest.mark.parametrize("name", ["qsample.json", cache._SEAL_FILE])
 def test_hostile_files_of_an_entry(damage: str, name: str, folder: Path, source: Path) -> None:
     """They are another process's problem: a pipe must not hold this one up, nor nested JSON end it."""
     path, _ = opened(source)
