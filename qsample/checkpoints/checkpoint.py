@@ -103,10 +103,11 @@ class Origin:
     """Where a loaded model comes from.
 
     Attributes:
-        model_id: its name: a hub id, or the last name of a folder.
-        revision: the commit of the hub.
+        model_id: the model's name: a hub id, or the last name of a folder.
+        revision: the commit of the hub; None for a folder outside of the hub's cache.
         license: the license that the model's README.md states, in the hub's words.
-        weight_type: the type of most weights of a GGUF file, in llama.cpp's words; None for other files.
+        weight_type: the type of most weights of a GGUF file, in llama.cpp's words; None for other
+            files.
         files: the files that were read, by the names that they have in a manifest.
     """
 

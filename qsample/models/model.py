@@ -512,7 +512,8 @@ class SourceModel(Model):
     def _load(
         self, dtype: str | None, scratch: Path, progress: Progress | None = None
     ) -> LoadedModel:
-        """The loaded checkpoint, to be exported. dtype, scratch: as `Checkpoint.load` takes them."""
+        """The loaded checkpoint, to be exported. dtype, scratch: as `Checkpoint.load` takes
+        them."""
         (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
