@@ -460,7 +460,8 @@ class SourceModel(Model):
 
     @property
     def _described(self) -> Checkpoint | PackagedModel:
-        """What knows the model's configuration, dtype and settings."""
+        """The checkpoint or the package, which has the model's configuration, dtype and
+        settings."""
         return self._checkpoint or self._packaged
 
     @property
@@ -476,7 +477,7 @@ class SourceModel(Model):
             return self.source.write_package(
                 path, self.features, overwrite=overwrite, progress=progress
             )
-        _ = self._checkpoint  # refuses what cannot be read before torch is imported
+        _ = self._checkpoint  # weights that cannot be read are refused before torch is imported
         from qsample.exporters.export import export_model
 
         with scratch_near(path) as scratch:
@@ -512,8 +513,7 @@ class SourceModel(Model):
     def _load(
         self, dtype: str | None, scratch: Path, progress: Progress | None = None
     ) -> LoadedModel:
-        """The loaded checkpoint, to be exported. dtype, scratch: as `Checkpoint.load` takes
-        them."""
+        """The loaded checkpoint, to be exported; dtype and scratch are as in `Checkpoint.load`."""
         (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
         from qsample.disk.source_files import SourceFiles
