@@ -206,7 +206,8 @@ def _bits(rows: int, inputs: int, parts: Parts, quantization: Quantization) -> i
 def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
     """Raise ValueError unless each group has `group_size` inputs, except the group of the remaining
     inputs."""
-    low, high = int(g_idx.min()), int(g_idx.max())
+    low = int(g_idx.min())
+    high = int(g_idx.max())
     if not 0 <= low <= high < groups:
         raise ValueError(
             f"its g_idx holds {low} to {high}, and must hold the groups 0 to {groups - 1}"

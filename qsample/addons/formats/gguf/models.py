@@ -74,7 +74,8 @@ _YARN_KEYS: Final = {
 # Llama 3's scaling of rotations: the context of its first models, its limits, and the factors of
 # its releases.
 _LLAMA3_CONTEXT: Final = 8192
-_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_LLAMA3_LOW: Final = 1.0
+_LLAMA3_HIGH: Final = 4.0
 _LLAMA3_FACTORS: Final = (8.0, 32.0)
 _GEMMA3_27B_LAYERS: Final = 62
 
