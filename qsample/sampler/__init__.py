@@ -2,9 +2,9 @@
 
 `build` has the flow of a step: `adjust` changes the logits; `blocks` finds the largest of them; in
 `draw`, `filters` take tokens away from a pool (`pools`), with thresholds from `search`, and a token
-is drawn from the rest; `commit` computes the next states and the outputs. `tensor` has the operators
-that all of them use. If a step checks guesses, `guess` has the graph before the model, and the
-sampler after it.
+is drawn from the rest; `commit` computes the next states and the outputs. `tensor` has the
+operators that all of them use. If a step checks guesses, `guess` has the graph before the model,
+and the sampler after it.
 """
 
 from qsample.sampler.build import build_sampler

@@ -4,8 +4,8 @@ Masks are added and never overwrite a logit: -inf + NaN and -inf + inf are NaN, 
 still sees invalid logits.
 
 DRY, no_repeat_ngram_size and bad_words_ids compare the tokens of a row with the end of the row. For
-each position i before the last, m(i) is the length of the longest sequence that ends both at i and at
-the end of the row. The token at i + 1 would continue a repetition of that length.
+each position i before the last, m(i) is the length of the longest sequence that ends both at i and
+at the end of the row. The token at i + 1 would continue a repetition of that length.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _penalized(call: Call, values: Tensor, ids: Tensor, newest: Tensor | None) -
     """Logits after the repetition, presence and frequency penalties: [B, h] float32.
 
     The repetition penalty r is that of CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), by
-    the sign of the logit: l * r if l < 0, else l / r. The presence penalty and the frequency penalty
-    are OpenAI's: l - (frequency * count + presence * [count > 0]).
+    the sign of the logit: l * r if l < 0, else l / r. The presence penalty and the frequency
+    penalty are OpenAI's: l - (frequency * count + presence * [count > 0]).
 
     Args:
         call: the inputs of the call.
@@ -181,7 +181,8 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Stop ids of rows below their minimum length, and the tokens of the history with penalties.
 
     Returns:
-        Ids, [B, h] int64, and their new logits, [B, h] float32; without columns if no row needs any.
+        Ids, [B, h] int64, and their new logits, [B, h] float32; without columns if no row needs
+        any.
     """
     # Few nodes: after a model has run, each node takes microseconds, because its code and its data
     # are no longer in the processor's caches.
@@ -310,8 +311,8 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
     """DRY ("don't repeat yourself"): l - multiplier * base ** (m - allowed_length).
 
     m is the longest match that the token would continue. Source:
-    https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match counts
-    if it has at least `allowed_length` tokens, none of which is a breaker, and no breaker is
+    https://github.com/oobabooga/text-generation-webui/pull/5677, in llama.cpp's form: a match
+    counts if it has at least `allowed_length` tokens, none of which is a breaker, and no breaker is
     penalized. `dry_multiplier` 0, `dry_base` below 1 and `dry_penalty_last_n` 0 switch DRY off.
 
     Args:
@@ -343,7 +344,8 @@ def dry(logits: Tensor, past: Past, row: Mapping[str, Tensor]) -> Tensor:
 
 
 def _is_among(ids: Tensor, listed: Tensor) -> Tensor:
-    """Whether each id, [B, h] int64, is among `listed`, [B, D] int32, padded with -1: [B, h] bool."""
+    """Whether each id, [B, h] int64, is among `listed`, [B, D] int32, padded with -1: [B, h]
+    bool."""
     matches = ids.unsqueeze().equals(listed.to(INT64).unsqueeze(1))
     return matches.to(FLOAT).max(keep=False) > 0
 

@@ -5,9 +5,9 @@ maxima are at least as large as each of its elements. Selected blocks are put in
 that ties go to the lowest id.
 
 Sums are float32, in an order that depends only on the number of terms, so that a row rounds
-identically in any batch: ONNX Runtime's CumSum adds from the first to the last term, and the order of
-its ReduceSum over a multiple of 16 terms does not depend on the row's place in memory. Such a sum
-never falls if a term grows.
+identically in any batch: ONNX Runtime's CumSum adds from the first to the last term, and the order
+of its ReduceSum over a multiple of 16 terms does not depend on the row's place in memory. Such a
+sum never falls if a term grows.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     """Whether a row has neither NaN nor +inf, and a logit above `FLOOR`: [B] bool.
 
-    A sum is NaN if any term is NaN, whereas ONNX Runtime's ReduceMax drops NaN. If the largest logit
-    is infinite, the sum is infinite with the same sign, and their difference is NaN. A sum that
-    overflows is infinite and not NaN, unless the row has logits beyond 2**110 of either sign.
+    A sum is NaN if any term is NaN, whereas ONNX Runtime's ReduceMax drops NaN. If the largest
+    logit is infinite, the sum is infinite with the same sign, and their difference is NaN. A sum
+    that overflows is infinite and not NaN, unless the row has logits beyond 2**110 of either sign.
 
     Args:
         blocks: the logits.

@@ -35,8 +35,8 @@ def build_sampler(
         pad_token_id: the value of `next_ids` in a row that emits nothing.
         num_candidates: K, how many of the largest logits are sorted; 64 in the contract.
         for_webgpu: in a captured graph, put an If around each search that skips it if
-            `searched_rows` is empty, because WebGPU cannot reduce empty tensors, and use no number of
-            64 bits.
+            `searched_rows` is empty, because WebGPU cannot reduce empty tensors, and use no number
+            of 64 bits.
 
     Raises:
         ValueError: `num_candidates` is below 1.

@@ -1,11 +1,11 @@
-"""Steps 3 and 4 of the contract: the argmax of greedy rows; the filters and the draw of random ones.
+"""Steps 3 and 4 of the contract: greedy rows take the argmax, random rows are filtered and drawn.
 
-A random row is drawn from the candidates, the K largest logits, if they settle it: if no other token can be drawn. That
-is so if top-k keeps no more of them, or if a threshold (top-p, min-p, top-n-sigma) filters out the last. Otherwise the
-whole vocabulary is filtered. Both are exact.
+A random row is drawn from the candidates, the K largest logits, if these settle it, that is, if no
+other token can be drawn: top-k keeps at most K tokens, or a threshold (top-p, min-p, top-n-sigma)
+filters out the last candidate. Otherwise the whole vocabulary is filtered. Both ways are exact.
 
-With control flow, each part is under a branch that asks whether any row needs it; a batch of greedy rows takes none.
-The branches are inside each other, so that a step runs the conditions of those parts alone that it comes to.
+With control flow, each part is in a branch that runs only if some row needs it; a batch of greedy
+rows runs none. Branches are nested, so a step evaluates only the conditions it reaches.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from qsample.sampler.tensor import (
     where,
 )
 
-_LEAST_REACH = 2.0**-126
+# The least distance between the largest and the smallest logit by which others are divided.
+_LEAST_SPREAD = 2.0**-126
 
 
 @dataclass(frozen=True)
 class Outcome(TensorRecord):
-    """The token of each row, and what else an output or a state needs of the draw.
+    """The token of each row, and the values of the draw that outputs and states need.
 
-    To add a value: a field here, its numbers in `_RandomRows._outcome`, and in `_nothing_drawn` numbers for the rows
-    that draw none.
+    To add a value, add a field here, compute it in `_RandomRows._outcome`, and give the rows that
+    draw nothing a placeholder in `_nothing_drawn`.
 
     Attributes:
         token: [B, 1] int64.
-        probs: [B, V] float32, the distribution that the token was drawn from; None unless it is an output.
-        share: [B, 1] float32, the token's probability before adaptive-p; None unless a state needs it.
+        probs: [B, V] float32, the distribution that the token was drawn from; None unless it is an
+            output.
+        share: [B, 1] float32, the probability of the token before adaptive-p; None unless a state
+            needs it.
     """
 
     token: Tensor
@@ -62,10 +65,10 @@ class Draw:
     """The results of a step's draw.
 
     Attributes:
-        token: [B, 1] int64, 0 in rows that emit none.
-        emitted: [B] bool, rows that emit a token.
-        random: [B] bool, rows whose token was drawn at random.
-        outcome: the further values, which mean something in random rows only.
+        token: [B, 1] int64, 0 in rows that emit no token.
+        emitted: [B] bool, the rows that emit a token.
+        random: [B] bool, the rows whose token was drawn at random.
+        outcome: the other values of the draw; they only have a meaning in random rows.
     """
 
     token: Tensor
@@ -75,7 +78,7 @@ class Draw:
 
 
 def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
-    """The token of each row that has to emit one.
+    """Choose the token of each row that has to emit a token.
 
     Args:
         call: the inputs of the call.
@@ -99,7 +102,7 @@ def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
 
 
 def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
-    """The outcome of rows that draw nothing: the greedy token [B, 1], and numbers that nothing reads."""
+    """The outcome of rows that draw nothing: the greedy token, [B, 1], and unused numbers."""
     return Outcome(
         token=greedy,
         probs=_no_probs(call, greedy) if call.features.probs else None,
@@ -112,16 +115,17 @@ def _no_probs(call: DrawCall, greedy: Tensor) -> Tensor:
 
 
 def _one() -> Tensor:
-    """A number for rows that need none; 1, so that filters that are off stay finite: [1, 1]."""
+    """A placeholder of 1, with which filters that are off stay finite: [1, 1] float32."""
     return constant(np.ones((1, 1), np.float32))
 
 
 @dataclass(frozen=True)
 class _Attempt(TensorRecord):
-    """What the candidates give.
+    """The result of drawing from the candidates.
 
     Attributes:
-        outcome: the outcome of rows that the candidates settle; elsewhere the greedy token.
+        outcome: the outcome of the rows that the candidates settle; other rows have the greedy
+            token.
         unsettled: [B] bool, the random rows that need the whole vocabulary.
     """
 
@@ -130,7 +134,7 @@ class _Attempt(TensorRecord):
 
 
 class _RandomRows:
-    """The rows of one call that draw at random."""
+    """The random rows of a call."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class _RandomRows:
         greedy: Tensor,
         num_candidates: int,
     ) -> None:
-        """Compute the conditions of the branches, and the numbers that both pools share.
+        """Compute the conditions of the branches and the numbers that both pools share.
 
         Args:
             call: the inputs of the call.
@@ -158,7 +162,8 @@ class _RandomRows:
         self._greedy = greedy
         self._num_candidates = min(num_candidates, call.vocab)
         self._filters = filters.filters_of(call.features)
-        # Before top-k, the entropy counts the whole vocabulary, and the candidates do not know it.
+        # Before top-k, the temperature follows the entropy of the whole vocabulary, which the
+        # candidates do not have.
         self._has_early_dynatemp = (
             call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         )
@@ -167,16 +172,17 @@ class _RandomRows:
         self._has_threshold = self._find_thresholds()
         self._has_other_filter = self._find_other_filters()
         self._uniform = call.uniforms()
+        # Inputs are read here, once, so that the branches share them.
         self._parameters = dict(call.inputs)
         self._shared = SharedNumbers()
         self._share_numbers()
 
     def outcome(self) -> Outcome:
-        """The outcome of all random rows, and the greedy token in the other rows."""
+        """The outcome of all random rows; the other rows have the greedy token."""
         attempt = self._try_candidates()
         if self._call.captured:
             return self._from_vocabulary(attempt, self._filters)
-        # A row goes unchanged through filters that another row needs.
+        # Filters that are off leave a row unchanged, so they may run for another row's sake.
         filtered = self._has_threshold
         if self._has_other_filter is not None:
             filtered = filtered | self._has_other_filter
@@ -192,7 +198,7 @@ class _RandomRows:
         narrowed = self._has_threshold
         if self._has_other_filter is not None:
             narrowed = narrowed & ~self._has_other_filter
-        # After a larger top-k, the total of top-p is not known.
+        # Behind a top-k above K, the total that top-p needs is unknown.
         unknown_total = self._has_top_k & (call["top_p"] < 1)
         tried = self._random & (self._has_small_top_k | (narrowed & ~unknown_total))
         needs_total = tried & ~self._has_small_top_k & (call["top_p"] < 1)
@@ -208,8 +214,8 @@ class _RandomRows:
         """Draw from the K largest logits.
 
         Args:
-            tried: [B] bool, rows that the candidates may settle.
-            needs_total: [B] bool, rows with a top-p of the whole vocabulary.
+            tried: [B] bool, the rows that the candidates may settle.
+            needs_total: [B] bool, the rows whose top-p needs the weight of the whole vocabulary.
         """
         call = self._call
         # Rows that do not need the total still pass through disabled filters, so it must be finite.
@@ -219,7 +225,8 @@ class _RandomRows:
         )
         small = self._has_small_top_k.unsqueeze()
         x = maximum(values - self._largest.unsqueeze(), FLOOR)
-        if call.captured:  # a masked token's value may be close to a low maximum
+        if call.captured:
+            # Masked values are FLOOR there, which may be close to a low maximum.
             x = where(values > FLOOR, x, FLOOR)
         pool = Candidates(x, ids, small, total)
         self._apply(self._filters, pool)
@@ -229,8 +236,12 @@ class _RandomRows:
         return _Attempt(outcome, unsettled=self._random & ~settled.squeeze())
 
     def _draw_unsettled(self, attempt: _Attempt, filtered: Tensor) -> Outcome:
-        """Draw from the vocabulary, with no more filters than some row needs. filtered: [B] bool, rows with a filter
-        other than the temperature and top-k."""
+        """Draw the unsettled rows from the vocabulary, with only those filters that some row needs.
+
+        Args:
+            attempt: the result of drawing from the candidates.
+            filtered: [B] bool, the rows with a filter other than the temperature and top-k.
+        """
         without_top_k = [step for step in self._filters if step is not filters.TOP_K]
         return self._call.branch(
             attempt.unsettled & self._has_top_k,
@@ -250,7 +261,7 @@ class _RandomRows:
         return self._outcome(pool).where(unsettled, attempt.outcome)
 
     def _outcome(self, pool: Pool) -> Outcome:
-        """Draw a token of each row from what the filters left in the pool."""
+        """Draw a token of each row from the tokens that the filters left in the pool."""
         token = pool.draw(self._uniform(NOISE))
         probs = share = None
         if self._call.features.probs:
@@ -261,7 +272,7 @@ class _RandomRows:
 
     def _probs(self, pool: Pool) -> Tensor:
         """The pool's distribution over the vocabulary, [B, V] float32."""
-        # Normalized here and not over [B, V]: the pools' sums do not depend on the batch.
+        # A pool's sums do not depend on the batch; a sum over [B, V] would.
         probs = pool.weights / pool.row(pool.sum(pool.weights))
         if isinstance(pool, Candidates):
             return _no_probs(self._call, self._greedy).scatter(pool.ids, probs)
@@ -273,7 +284,8 @@ class _RandomRows:
             step.apply(pool, row)
 
     def _vocabulary(self, searched: Tensor) -> Vocabulary:
-        """All tokens, before any filter. searched: [B, 1] bool, rows whose thresholds matter."""
+        """All tokens, before any filter. searched: [B, 1] bool, the rows whose thresholds
+        matter."""
         captured = self._call.captured
         listed = self._call[SEARCHED_ROWS.name] if captured else None
         search = Search(listed, skipped=self._call.for_webgpu)
@@ -291,7 +303,7 @@ class _RandomRows:
         return self._vocabulary_before(filters.TOP_K).total()
 
     def _find_thresholds(self) -> Tensor:
-        """Rows with a threshold that may filter out the last candidate: [B] bool."""
+        """The rows with a threshold that may filter out the last candidate: [B] bool."""
         call = self._call
         found = (call["top_p"] < 1) | (call["min_p"] > 0)
         if call.uses("top_n_sigma"):
@@ -299,7 +311,7 @@ class _RandomRows:
         return found
 
     def _find_other_filters(self) -> Tensor | None:
-        """Rows with a filter for which the candidates do not suffice: [B] bool.
+        """The rows with a filter for which the candidates do not suffice: [B] bool.
 
         None if the graph has no such filter.
         """
@@ -311,13 +323,16 @@ class _RandomRows:
         return functools.reduce(operator.or_, conditions) if conditions else None
 
     def _share_numbers(self) -> None:
-        """Compute the numbers that are the same for both pools, in the order in which one needs another."""
+        """Compute the numbers that are the same for both pools.
+
+        The temperature is last: the filters before it read the other numbers.
+        """
         call = self._call
         if call.uses("xtc"):
             self._shared = replace(self._shared, xtc_uniform=self._uniform(XTC_NOISE))
         if call.uses("top_n_sigma"):
             needed = self._random & (call["top_n_sigma"] > 0)
-            # Rows that draw nothing need a number, too: with a distance below 0, no token would be left.
+            # Rows that draw nothing need a positive number, too: otherwise no token would be left.
             deviation = call.branch(needed, self._deviation, _one)
             self._shared = replace(self._shared, deviation=deviation)
         if self._has_early_dynatemp:
@@ -336,8 +351,9 @@ class _RandomRows:
         pool = self._vocabulary(self._random.unsqueeze())
         there = (pool.x > FLOOR).to(FLOAT)
         x = maximum(pool.x, FLOOR) * there
-        # As shares of the lowest: sums of large logits and their squares are not finite.
-        lowest = minimum(pool.least(x), -_LEAST_REACH)
+        # Logits are divided by the lowest, because sums of large logits and of their squares
+        # overflow.
+        lowest = minimum(pool.least(x), -_LEAST_SPREAD)
         share = op("Div", x, lowest)
         count = maximum(pool.sum(there), 1.0)
         distance = (share - pool.row(pool.sum(share) / count)) * there
@@ -346,7 +362,7 @@ class _RandomRows:
 
 
 def _needs_search(call: DrawCall, num_candidates: int) -> Tensor:
-    """Whether a row's parameters ask for a search of the vocabulary, [B] bool."""
+    """Whether the parameters of a row need a search of the vocabulary: [B] bool."""
     thresholds = (call["top_p"] < 1) | (call["top_k"] > 0)
     if call.uses("typical_p"):
         thresholds = thresholds | (call["typical_p"] < 1)
@@ -354,6 +370,6 @@ def _needs_search(call: DrawCall, num_candidates: int) -> Tensor:
 
 
 def _is_listed(call: DrawCall) -> Tensor:
-    """Whether a row is among `searched_rows`, [B] bool."""
+    """Whether a row is among `searched_rows`: [B] bool."""
     listed = call[SEARCHED_ROWS.name]
     return constants(call.running, 0.0).scatter(listed, constants(listed, 1).to(FLOAT), axis=0) > 0

@@ -1,10 +1,11 @@
 """The filters: which tokens of a pool may be drawn, and with which weights.
 
-A filter reads its parameters, takes tokens away, and leaves at least the likeliest token (typical-p: the most typical).
-It sees the distribution that the filters before it left, renormalized.
+A filter reads its parameters, takes tokens away, and leaves at least the likeliest token
+(typical-p: the most typical token). It sees the distribution that the filters before it left,
+renormalized.
 
-To add a filter: a function and its `Filter` here, its place in `ORDERS`, its inputs in `contract.EXTRA_PARAMETERS`,
-its test.
+To add a filter, write a function and its `Filter` here, put the `Filter` into `ORDERS`, and add its
+inputs to `EXTRA_PARAMETERS` of the contract and its cases to the tests.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ from qsample.sampler.tensor import (
     where,
 )
 
-_LEAST_TEMPERATURE = 2.0**-126  # the smallest whose reciprocal is finite
-_LEAST_WEIGHT = 2.0**-100  # so that sums of the weights below it are not rounded away
-_LARGEST_TEMPERATURE = 1e36  # a masked token has weight 0 below it
+# The smallest temperature whose reciprocal is finite.
+_LEAST_TEMPERATURE = 2.0**-126
+# Up to this temperature, a masked token has weight 0.
+_LARGEST_TEMPERATURE = 1e36
+# Sums of weights below this are not rounded away.
+_LEAST_WEIGHT = 2.0**-100
+# Mirostat's mu stays finite, in bits.
 _LARGEST_SURPRISE = 1e30
+# Keys of typical-p stay above the lowest key of a search, -400.
+_LARGEST_ATYPICALITY = 390.0
+# llama.cpp's constants of adaptive-p: the width and the height of the peak.
+_ADAPTIVE_P_WIDTH = 0.3
+_ADAPTIVE_P_HEIGHT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedNumbers:
-    """Numbers that are computed once for both pools: [B, 1] float32, None if no filter of the graph reads them.
+    """Numbers that are computed once for both pools.
+
+    Each is [B, 1] float32, or None if no filter of the graph reads it.
 
     Attributes:
         xtc_uniform: the random number that decides whether XTC applies, in [0, 1).
@@ -59,7 +71,7 @@ class SharedNumbers:
 
 
 class FilterInputs(Columns):
-    """What filters read of each row: its parameters by name, [B, 1] each, and the shared numbers."""
+    """The parameters of each row by name, [B, 1] each, and the shared numbers."""
 
     def __init__(self, parameters: Mapping[str, Tensor], shared: SharedNumbers) -> None:
         super().__init__(parameters)
@@ -71,12 +83,13 @@ class Filter:
     """A filter of the draw.
 
     Attributes:
-        name: the name in `Features.filters`, or of the parameter that every graph has.
-        inputs: the filter's parameters; the first one switches it off.
+        name: the name of an optional filter in `Features.filters`, or of the parameter of a filter
+            that every graph has.
+        inputs: the parameters of the filter; the first parameter switches it off.
         apply: takes tokens away from a pool, or changes their weights.
-        candidates_suffice: the K largest logits decide what the filter does to them; only the total weight that top-p
-            needs comes from the whole vocabulary. A row with any other filter is drawn from the candidates only behind
-            a small top-k.
+        candidates_suffice: whether the filter needs no logits except the K largest; only the total
+            weight for top-p comes from the whole vocabulary. A row with any other filter is drawn
+            from the candidates only if it has a small top-k.
     """
 
     name: str
@@ -85,7 +98,7 @@ class Filter:
     candidates_suffice: bool = False
 
     def is_on(self, call: DrawCall) -> Tensor:
-        """Whether the first parameter has another value than the one that switches the filter off: [B] bool."""
+        """Whether the first parameter differs from the value that switches it off: [B] bool."""
         switch = self.inputs[0]
         assert switch.off is not None
         return ~call[switch.name].equals(switch.off)
@@ -101,7 +114,7 @@ def filters_of(features: Features) -> tuple[Filter, ...]:
 
 
 def temperature(pool: Pool, row: FilterInputs) -> None:
-    """P ~ exp(l / t), t from 2**-126 to 1e36."""
+    """Sets the distribution to p ~ exp(l / t), with t from 2**-126 to 1e36."""
     if row.shared.temperature is not None:
         t = row.shared.temperature
     elif "dynatemp_range" in row:
@@ -112,7 +125,11 @@ def temperature(pool: Pool, row: FilterInputs) -> None:
 
 
 def dynamic_temperature(pool: Pool, row: FilterInputs) -> Tensor:
-    """A temperature that follows the entropy of the tokens that are left, [B, 1]: llama.cpp's `temp_ext`."""
+    """The temperature that follows the entropy of the remaining tokens: [B, 1] float32.
+
+    With the entropy H of m tokens, it is low + (high - low) * (H / ln m) ** exponent. Source:
+    llama.cpp's `temp_ext`.
+    """
     t = minimum(row["temperature"], _LARGEST_TEMPERATURE)
     spread = minimum(row["dynatemp_range"], _LARGEST_TEMPERATURE)
     count = pool.count()
@@ -124,106 +141,140 @@ def dynamic_temperature(pool: Pool, row: FilterInputs) -> Tensor:
 
 
 def top_k(pool: Pool, row: FilterInputs) -> None:
-    """The k likeliest tokens and their ties, among candidates those ties that are in the pool: Fan et al. 2018,
-    arXiv:1805.04833."""
+    """Keeps the k likeliest tokens and their ties; of the candidates, the ties among them.
+
+    Source: Fan et al. 2018, arXiv:1805.04833.
+    """
     pool.keep(pool.x >= pool.kth_largest(row["top_k"]))
 
 
 def has_small_top_k(call: DrawCall, num_candidates: int) -> Tensor:
-    """Whether top-k is applied to the candidates, however many ties it has, instead of the vocabulary: [B] bool."""
+    """Whether top-k only looks at the candidates, however many ties it has: [B] bool."""
     if num_candidates >= call.vocab:
         return call["top_k"].equals(call["top_k"])
     return (call["top_k"] > 0) & (call["top_k"] <= num_candidates)
 
 
 def top_p(pool: Pool, row: FilterInputs) -> None:
-    """Tokens whose strictly likelier ones weigh less than p: Holtzman et al. 2020, arXiv:1904.09751."""
+    """Keeps a token if all strictly likelier tokens together have a probability below p.
+
+    Source: nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
+    """
     pool.keep(pool.x >= pool.nucleus(None, row["top_p"]))
 
 
 def min_p(pool: Pool, row: FilterInputs) -> None:
-    """Tokens with at least min_p times the largest probability: Nguyen et al. 2024, arXiv:2407.01082."""
+    """Keeps probabilities of at least min_p times the largest.
+
+    Source: Nguyen et al. 2024, arXiv:2407.01082.
+    """
     pool.keep(pool.all_weights >= pool.row(row["min_p"]) * pool.largest_weight())
 
 
 def top_a(pool: Pool, row: FilterInputs) -> None:
-    """Tokens with at least a times the square of the largest probability; Peng Bo's, of RWKV and KoboldAI."""
+    """Keeps probabilities of at least a times the square of the largest.
+
+    Source: Peng Bo, in RWKV (https://github.com/BlinkDL/RWKV-LM) and KoboldAI.
+    """
     largest = pool.largest_weight()
     pool.keep(pool.weights >= pool.row(row["top_a"] / pool.total()) * largest * largest)
 
 
 def top_n_sigma(pool: Pool, row: FilterInputs) -> None:
-    """Logits within n standard deviations of the largest: Tang et al. 2024, arXiv:2411.07641."""
+    """Keeps logits within n standard deviations of the largest.
+
+    Source: Tang et al. 2024, arXiv:2411.07641.
+    """
     assert row.shared.deviation is not None
     distance = where(row["top_n_sigma"] > 0, row["top_n_sigma"] * row.shared.deviation, -FLOOR)
     pool.keep(pool.x >= pool.row(-distance))
 
 
 def typical_p(pool: Pool, row: FilterInputs) -> None:
-    """Tokens whose surprise is closest to the entropy, with mass p: Meister et al. 2023, arXiv:2202.00666."""
-    # Surprise less entropy, ln(total) - ln(weight) each: without the total: it would round small differences away.
-    atypical = absolute(pool.logs - pool.row(pool.mean_log()))
-    # A token that was taken away before has no weight, and its key changes nothing.
-    keys = -minimum(atypical, 390.0)
+    """Keeps the tokens with a surprise closest to the entropy, up to a total probability of p.
+
+    Source: Meister et al. 2023, arXiv:2202.00666.
+    """
+    # Both the surprise and the entropy contain ln(total). It is left out, because it would round
+    # small differences away.
+    atypicality = absolute(pool.logs - pool.row(pool.mean_log()))
+    # A token that was taken away before has no weight, so its key changes nothing.
+    keys = -minimum(atypicality, _LARGEST_ATYPICALITY)
     pool.keep(keys >= pool.nucleus(keys, row["typical_p"]), top_stays=False)
 
 
 def epsilon_cutoff(pool: Pool, row: FilterInputs) -> None:
-    """Probabilities of at least epsilon: Hewitt et al. 2022, arXiv:2210.15191."""
+    """Keeps probabilities of at least epsilon. Source: Hewitt et al. 2022, arXiv:2210.15191."""
     _keep_from(pool, row["epsilon_cutoff"] * pool.total())
 
 
 def eta_cutoff(pool: Pool, row: FilterInputs) -> None:
-    """Probabilities of at least min(eta, sqrt(eta) exp(-H)): Hewitt et al. 2022, arXiv:2210.15191."""
+    """Keeps probabilities of at least min(eta, sqrt(eta) * exp(-H)), with the entropy H.
+
+    Source: Hewitt et al. 2022, arXiv:2210.15191.
+    """
     eta = row["eta_cutoff"]
     least = minimum(eta, op("Sqrt", eta) * exp(-pool.entropy()))
     _keep_from(pool, least * pool.total())
 
 
 def xtc(pool: Pool, row: FilterInputs) -> None:
-    """Excludes the top choices: of the tokens with at least the threshold, only the least likely stays
-    (https://github.com/oobabooga/text-generation-webui/pull/6335, in llama.cpp's form)."""
+    """Excludes the top choices: of probabilities from the threshold on, only the smallest stays.
+
+    Source: https://github.com/oobabooga/text-generation-webui/pull/6335, in llama.cpp's form.
+    """
     threshold = row["xtc_threshold"]
     assert row.shared.xtc_uniform is not None
     applies = (row.shared.xtc_uniform < row["xtc_probability"]) & (threshold <= 0.5)
-    # A token without weight reaches no threshold, or it would stay as the only one.
-    reaches = (pool.weights >= pool.row(maximum(threshold * pool.total(), _LEAST_WEIGHT))).to(FLOAT)
-    least = pool.least(
-        maximum(pool.x, FLOOR) * reaches
-    )  # x is at most 0, and 0 stands for the other tokens
+    # A token without weight must not reach the threshold: it would be the one that stays.
+    least_weight = maximum(threshold * pool.total(), _LEAST_WEIGHT)
+    reaches = (pool.weights >= pool.row(least_weight)).to(FLOAT)
+    # x is at most 0, and 0 stands for the tokens below the threshold.
+    least = pool.least(maximum(pool.x, FLOOR) * reaches)
     pool.keep(pool.x <= where(pool.row(applies), least, 0.0), top_stays=False)
 
 
 def mirostat(pool: Pool, row: FilterInputs) -> None:
-    """Tokens whose surprise is at most mu bits: Mirostat 2.0, Basu et al. 2021, arXiv:2007.14966."""
+    """Keeps tokens with a surprise, -log2 p, of at most mu bits.
+
+    Source: Mirostat 2.0, Basu et al. 2021, arXiv:2007.14966.
+    """
     least = where(row["mirostat_tau"] > 0, exp(-math.log(2) * largest_surprise(row)), 0.0)
     _keep_from(pool, least * pool.total())
 
 
 def largest_surprise(row: Mapping[str, Tensor]) -> Tensor:
-    """Mirostat's mu in bits, [B, 1] float32; a row that begins has twice tau."""
+    """Mirostat's mu in bits: [B, 1] float32; in a row that begins, twice tau."""
     mu = row["mirostat_mu"]
     return where(mu.equals(0.0), row["mirostat_tau"] * 2.0, mu)
 
 
 def next_largest_surprise(row: Mapping[str, Tensor], surprise: Tensor) -> Tensor:
-    """The next mu, [B, 1] float32, after a token of this surprise: in bits, finite."""
+    """Mirostat's next mu in bits: mu - eta * (surprise - tau), [B, 1] float32, finite.
+
+    Args:
+        row: the parameters of each row by name.
+        surprise: [B, 1] float32, the surprise of the drawn token in bits.
+    """
     mu = largest_surprise(row) - row["mirostat_eta"] * (surprise - row["mirostat_tau"])
     return op("Clip", mu, -_LARGEST_SURPRISE, _LARGEST_SURPRISE)
 
 
 def adaptive_p(pool: Pool, row: FilterInputs) -> None:
-    """Weights that favour tokens near a probability, such that drawn tokens have the target as their mean:
-    https://github.com/ggml-org/llama.cpp/pull/17927."""
+    """Favours tokens near a probability, so that drawn tokens have the target as their mean.
+
+    The weight of a probability p is exp(-10 d**2 / (1 + d)), where d is |p - aim| / 0.3. Source:
+    https://github.com/ggml-org/llama.cpp/pull/17927.
+    """
     aim = op("Clip", row["adaptive_target"] - row["adaptive_error"], 0.0, 1.0)
     probability = pool.weights / pool.row(maximum(pool.total(), _LEAST_WEIGHT))
-    distance = absolute(probability - pool.row(aim)) * (1 / 0.3)
-    favoured = exp(distance * distance * -10.0 / (distance + 1.0))
-    pool.reweigh(pool.left() * favoured, row["adaptive_target"] >= 0)
+    distance = absolute(probability - pool.row(aim)) * (1 / _ADAPTIVE_P_WIDTH)
+    weight = exp(distance * distance * -_ADAPTIVE_P_HEIGHT / (distance + 1.0))
+    pool.reweigh(pool.left() * weight, row["adaptive_target"] >= 0)
 
 
 def _keep_from(pool: Pool, least: Tensor) -> None:
-    """Keep weights of at least `least`, [B, 1], or the largest."""
+    """Keep the weights of at least `least`, [B, 1], and the largest weight."""
     pool.keep(pool.weights >= minimum(pool.row(least), pool.largest_weight()))
 
 
@@ -235,7 +286,7 @@ def _parameter(name: str) -> tuple[TensorSpec, ...]:
 TEMPERATURE: Final = Filter(
     "temperature", _parameter("temperature"), temperature, candidates_suffice=True
 )
-# The temperature's options, so not in the orders: `temperature` applies them.
+# Not in the orders, because it is an option of the temperature, which applies it.
 DYNATEMP: Final = Filter("dynatemp", EXTRA_PARAMETERS["dynatemp"], temperature)
 TOP_K: Final = Filter("top_k", _parameter("top_k"), top_k, candidates_suffice=True)
 _TOP_P: Final = Filter("top_p", _parameter("top_p"), top_p, candidates_suffice=True)

@@ -1,8 +1,8 @@
 """The noise buffers of the contract, by Philox4x32-10 in ONNX.
 
-Number t of stream s is u = (x >> 8) * 2**-24, where x is word t mod 4 of the counter (t div 4, s, 0, 0) under the key
-(seed mod 2**32, seed div 2**32). Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11,
-https://doi.org/10.1145/2063384.2063405.
+Number t of stream s is u = (x >> 8) * 2**-24, where x is word t mod 4 of the counter (t div 4, s,
+0, 0) under the key (seed mod 2**32, seed div 2**32). Source: Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC'11, https://doi.org/10.1145/2063384.2063405.
 
 The graph computes with int64 words and BitwiseXor, of which only the CPU has kernels.
 """
@@ -45,7 +45,8 @@ def noise_buffer(seed: Tensor, capacity: Tensor, stream: int) -> Tensor:
 
 
 def philox(counter: _Counter, key: _Key) -> _Counter:
-    """Philox4x32-10: the four random words of a counter of four words under a key of two; shapes broadcast."""
+    """Philox4x32-10: the four random words of a counter of four words under a key of two; shapes
+    broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_ in range(ROUNDS):
