@@ -1,7 +1,8 @@
-"""Pools from which a row's token is drawn: the K likeliest tokens, or the whole vocabulary.
+"""Pools from which the token of a row is drawn: the K likeliest tokens, or the whole vocabulary.
 
-A pool holds its tokens' shifted logits x = l - max and their weights, unnormalized probabilities. A filter takes
-tokens away. The two kinds find sums, thresholds and the draw in different ways.
+A pool has the shifted logits x = l - max of its tokens, and their weights, which are unnormalized
+probabilities. Filters take tokens away. The two kinds of pools compute sums, thresholds and the
+draw in different ways.
 """
 
 from __future__ import annotations
@@ -26,148 +27,227 @@ from qsample.sampler.tensor import (
     where,
 )
 
-_LARGEST_UNIFORM = 1.0 - 2.0**-24  # u * total < total, in float32 as well
-_WEIGHTLESS = 105.0  # exp(-105) is 0 in float32
-_LEAST_LOG = -200.0  # of a weight that is not 0
-_LOWEST_KEY = 400.0
-_NO_LIMIT = 3e38  # more than any weight
-_ROUNDS_TO_8_BITS = 1.5 * 2.0**15  # added to a number below 1 and taken off again
+# Up to this number, u * total < total holds in float32, too.
+_LARGEST_UNIFORM = 1.0 - 2.0**-24
+# exp(-105) is 0 in float32.
+_WEIGHTLESS_LOG = 105.0
+# Smaller logarithms belong to weights of 0.
+_LEAST_LOG = -200.0
+# All keys of a nucleus are above the negative of this.
+_KEY_LIMIT = 400.0
+# No weight reaches this.
+_WEIGHT_LIMIT = 3e38
+# Added to a number below 1 and subtracted again, it rounds the number to 8 bits.
+_ROUNDS_TO_8_BITS = 1.5 * 2.0**15
 
 
 class Pool(ABC):
-    """Tokens to draw from, less the tokens that filters took away. x: float32, l - max of each token, at most 0. logs:
-    float32, the logarithm of each token's weight, whether a filter took it away or not."""
+    """Tokens to draw from, except those that filters took away.
+
+    Attributes:
+        x: float32, l - max of each token, at most 0.
+        logs: float32, the logarithm of each token's weight, even if a filter took the token away.
+    """
 
     def __init__(self, x: Tensor) -> None:
-        self.x = self.logs = x
+        self.x = x
+        self.logs = x
+        # Whether the likeliest token is among the remaining tokens for sure.
         self._top_stays = True
         self._all_weights: Tensor | None = None
+        # The weights after the filters of `_kept`, if they were computed.
         self._weights: Tensor | None = None
-        self._passed: Tensor | None = None  # of the filters since then
-        self._kept: Tensor | None = None  # 1 for each token that passed all of them, 0 for the rest
-        self._before: tuple[Tensor, Tensor] | None = (
-            None  # the weights and their total before `reweigh`
-        )
+        # bool: the tokens that the newest filters passed, which `_kept` does not contain yet.
+        self._passed: Tensor | None = None
+        # float32: 1 for each token that all earlier filters passed, 0 for other tokens.
+        self._kept: Tensor | None = None
+        # The weights and their total before `reweigh`.
+        self._weights_before: Tensor | None = None
+        self._total_before: Tensor | None = None
 
     @property
     def all_weights(self) -> Tensor:
-        """float32, at least 0: exp(x) before `heat`, exp(x / t) after it; also of tokens that were taken away."""
+        """The weights of all tokens, including those that were taken away: float32, at least 0.
+
+        They are exp(x) before `heat`, and exp(x / t) after it.
+        """
         if self._all_weights is None:
             self._all_weights = exp(self.logs)
         return self._all_weights
 
     @property
     def weights(self) -> Tensor:
-        """The same, but 0 for tokens that were taken away."""
+        """The weights of the remaining tokens, and 0 for those that were taken away."""
         self._apply()
         if self._weights is None:
-            self._weights = (
-                self.all_weights if self._kept is None else self.all_weights * self._kept
-            )
+            weights = self.all_weights
+            self._weights = weights if self._kept is None else weights * self._kept
         return self._weights
 
     def heat(self, inverse_temperature: Tensor) -> None:
-        """Apply a temperature to the tokens that are left. inverse_temperature: [B, 1] float32, positive."""
+        """Apply a temperature to the remaining tokens.
+
+        Args:
+            inverse_temperature: [B, 1] float32, positive.
+        """
         self._apply()
         x = self.x
-        if not self._top_stays:  # or a low temperature would leave no weight at all
+        if not self._top_stays:
+            # Otherwise a low temperature would leave no weight at all.
             assert self._kept is not None
-            x = minimum(x - self.greatest(maximum(x, FLOOR) + (self._kept - 1.0) * -FLOOR), 0.0)
+            largest = self.greatest(maximum(x, FLOOR) + (self._kept - 1.0) * -FLOOR)
+            x = minimum(x - largest, 0.0)
         self.logs = x * self.row(inverse_temperature)
-        self._all_weights, self._weights = None, None
+        self._all_weights = None
+        self._weights = None
 
     def keep(self, passed: Tensor, *, top_stays: bool = True) -> None:
-        """Take away all tokens but `passed`, bool like `x`. top_stays: whether the likeliest token always passes."""
+        """Take away all other tokens.
+
+        Args:
+            passed: the tokens that stay, bool in the shape of `x`.
+            top_stays: whether the likeliest token is among them for sure.
+        """
         self._passed = passed if self._passed is None else self._passed & passed
         self._top_stays = self._top_stays and top_stays
 
     def reweigh(self, weights: Tensor, applies: Tensor) -> None:
-        """Draw by `weights`, like `x`, in rows with `applies`, [B, 1] bool; to be called after all filters."""
-        self._before, on = (self.weights, self.total()), self.row(applies.to(FLOAT))
-        self._weights = weights * on + self.weights * (1.0 - on)
+        """Replace the weights; to be called after all filters.
+
+        Args:
+            weights: the new weights, float32 in the shape of `x`.
+            applies: [B, 1] bool, the rows whose weights are replaced.
+        """
+        self._weights_before = self.weights
+        self._total_before = self.total()
+        replaced = self.row(applies.to(FLOAT))
+        self._weights = weights * replaced + self.weights * (1.0 - replaced)
 
     def _apply(self) -> None:
-        """Take the tokens away that the latest filters did not pass."""
-        if self._passed is not None:
-            mask, self._passed = self._passed.to(FLOAT), None
-            self._kept = mask if self._kept is None else self._kept * mask
-            self._weights = None if self._weights is None else self._weights * mask
+        """Take away the tokens that the newest filters did not pass."""
+        if self._passed is None:
+            return
+        mask = self._passed.to(FLOAT)
+        self._passed = None
+        self._kept = mask if self._kept is None else self._kept * mask
+        if self._weights is not None:
+            self._weights = self._weights * mask
 
     def left(self) -> Tensor:
-        """1 for each token that is left and 0 for the rest, float32; a weight may round to 0, too."""
+        """1 for each remaining token, even if its weight rounds to 0, and 0 for others: float32."""
         self._apply()
         unmasked = (self.x > FLOOR).to(FLOAT)
         return unmasked if self._kept is None else unmasked * self._kept
 
     def count(self) -> Tensor:
-        """How many tokens are left, [B, 1] float32."""
+        """The number of remaining tokens: [B, 1] float32."""
         return self.sum(self.left())
 
     def share_of(self, token: Tensor) -> Tensor:
-        """The probability of a token, [B, 1] int64 in the pool, before `reweigh`: [B, 1] float32."""
-        weights, total = self._before or (self.weights, self.total())
+        """The probability of a token before `reweigh`: [B, 1] float32.
+
+        Args:
+            token: [B, 1] int64, a token of the pool.
+        """
+        if self._weights_before is None or self._total_before is None:
+            weights = self.weights
+            total = self.total()
+        else:
+            weights = self._weights_before
+            total = self._total_before
         return self.at(weights, token) / total
 
     def entropy(self) -> Tensor:
-        """-sum p ln p in nats, [B, 1] float32."""
+        """The entropy -sum p ln p in nats: [B, 1] float32."""
         return log(self.total()) - self.mean_log()
 
     def mean_log(self) -> Tensor:
-        """The mean of `logs` over the distribution, [B, 1] float32."""
+        """The mean of `logs` over the distribution: [B, 1] float32."""
         return self.sum(self.weights * maximum(self.logs, _LEAST_LOG)) / self.total()
 
     @abstractmethod
     def row(self, value: Tensor) -> Tensor:
-        """[B, 1] in the rank of `x`."""
+        """A number of each row, [B, 1], with as many axes as `x`."""
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """Of the shape of `x`; gives [B, 1]."""
+        """The sum of each row, [B, 1]. values: float32 in the shape of `x`."""
 
     @abstractmethod
     def total(self) -> Tensor:
-        """The weight of all tokens that are left, in the pool or not: [B, 1] float32."""
+        """The weight of all remaining tokens, in the pool or not: [B, 1] float32."""
 
     @abstractmethod
     def least(self, values: Tensor) -> Tensor:
-        """The smallest value of each row, in the rank of `x`."""
+        """The smallest value of each row, with as many axes as `x`."""
 
     @abstractmethod
     def greatest(self, values: Tensor) -> Tensor:
-        """The largest value of each row, in the rank of `x`."""
+        """The largest value of each row, with as many axes as `x`."""
 
     def largest_weight(self) -> Tensor | float:
-        """In the rank of `x`."""
+        """The largest weight of each row, with as many axes as `x`."""
         return 1.0 if self._top_stays else self.greatest(self.weights)
 
     @abstractmethod
     def kth_largest(self, k: Tensor) -> Tensor:
-        """The k-th largest x, in the rank of `x`. k: [B, 1] int32; 0 = off: a number that every x passes."""
+        """The k-th largest x, with as many axes as `x`.
+
+        Args:
+            k: [B, 1] int32; for 0, which is off, the result is a number that every x passes.
+        """
 
     @abstractmethod
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        """The smallest key whose strictly larger keys weigh less than `share` of the total, in the rank of `x`. keys:
-        float32 of the shape of `x`, at most 0 and more than -400; by default x. share: [B, 1] float32, in (0, 1); 1 is
-        off: a number that every key passes."""
+        """The smallest key whose strictly larger keys weigh less than a share of the total.
+
+        Args:
+            keys: float32 in the shape of `x`, at most 0 and above -400; None for x.
+            share: [B, 1] float32, in (0, 1); for 1, which is off, the result is a number that every
+                key passes.
+
+        Returns:
+            A number of each row, with as many axes as `x`.
+        """
 
     @abstractmethod
     def draw(self, uniform: Tensor) -> Tensor:
-        """Draw by inverse CDF in id order: [B, 1] int64. uniform: [B, 1] float32, in [0, 1)."""
+        """A token of each row, drawn by inverse CDF in the order of ids: [B, 1] int64.
+
+        Args:
+            uniform: [B, 1] float32, in [0, 1).
+        """
 
     @abstractmethod
     def at(self, values: Tensor, token: Tensor) -> Tensor:
-        """The value, [B, 1], of a token, [B, 1] int64 in the pool. values: of the shape of `x`."""
+        """The value of a token: [B, 1].
+
+        Args:
+            values: numbers in the shape of `x`.
+            token: [B, 1] int64, a token of the pool.
+        """
 
 
 class Candidates(Pool):
-    """The K largest logits, x [B, K] float32, largest first, and their ids [B, K] int64."""
+    """The K largest logits of each row, largest first: x is [B, K] float32.
+
+    Attributes:
+        ids: [B, K] int64, the ids of the logits.
+    """
 
     def __init__(self, x: Tensor, ids: Tensor, complete: Tensor, whole: Tensor) -> None:
-        """complete: [B, 1] bool, rows that cannot draw any other token. whole: [B, 1] float32, the weight of the whole
-        vocabulary; read in other rows that have top-p."""
+        """Make a pool of candidates.
+
+        Args:
+            x: [B, K] float32, l - max.
+            ids: [B, K] int64, their ids.
+            complete: [B, 1] bool, rows that cannot draw any other token.
+            whole: [B, 1] float32, the weight of the whole vocabulary, read in other rows.
+        """
         super().__init__(x)
         self.ids = ids
-        self._complete, self._whole = complete, whole
+        self._complete = complete
+        self._whole = whole
 
     def row(self, value: Tensor) -> Tensor:
         return value
@@ -185,16 +265,19 @@ class Candidates(Pool):
         return values.max()
 
     def kth_largest(self, k: Tensor) -> Tensor:
-        return self.x.gather(minimum(k - 1, axis_size(self.x, 1) - 1))  # of off, -1: the last
+        # If k is 0, the index is -1: the last candidate.
+        return self.x.gather(minimum(k - 1, axis_size(self.x, 1) - 1))
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        weights, descending = self.weights, self.x
+        weights = self.weights
+        descending = self.x
         if keys is not None:
             descending, order = top(keys, axis_size(keys, 1))
             weights = weights.gather(order)
-        # Of tied tokens the first decides for all: the weight of the strictly larger tokens precedes it exactly.
+        # Tied tokens pass or fail together: the cumulative weight before the first of them covers
+        # exactly the larger keys.
         before = weights.cumsum(exclusive=True)
-        limit = where(share < 1, share * self.total(), _NO_LIMIT)
+        limit = where(share < 1, share * self.total(), _WEIGHT_LIMIT)
         return where(before < limit, descending, descending.columns(0, 1)).min()
 
     def draw(self, uniform: Tensor) -> Tensor:
@@ -208,17 +291,27 @@ class Candidates(Pool):
 
 
 class Vocabulary(Pool):
-    """All tokens: x [B, n, C] float32, in blocks."""
+    """All tokens, in blocks: x is [B, n, C] float32."""
 
     def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
-        """searched: [B, 1] bool, rows whose thresholds matter; `search` finds them. replayed: the graph is captured."""
+        """Make a pool of the vocabulary.
+
+        Args:
+            x: [B, n, C] float32, l - max.
+            searched: [B, 1] bool, the rows whose thresholds matter.
+            search: finds the thresholds.
+            replayed: whether the graph is captured and replayed.
+        """
         super().__init__(x)
-        self._searched, self._search, self._replayed = searched, search, replayed
-        self._lowest: Tensor | None = None
+        self._searched = searched
+        self._search = search
+        self._replayed = replayed
+        # Every x that weighs something is above this, [B, 1]; None before `heat`.
+        self._lowest_x: Tensor | None = None
 
     def heat(self, inverse_temperature: Tensor) -> None:
         super().heat(inverse_temperature)
-        self._lowest = op("Div", -_WEIGHTLESS, inverse_temperature)
+        self._lowest_x = op("Div", -_WEIGHTLESS_LOG, inverse_temperature)
 
     def row(self, value: Tensor) -> Tensor:
         return value.unsqueeze()
@@ -239,9 +332,9 @@ class Vocabulary(Pool):
         return self.row(self._search.by_count(self.x, k.to(FLOAT), self._searched & (k > 0)))
 
     def nucleus(self, keys: Tensor | None, share: Tensor) -> Tensor:
-        lowest = self._lowest if keys is None else None
+        lowest = self._lowest_x if keys is None else None
         if lowest is None:
-            lowest = share * 0.0 - _LOWEST_KEY
+            lowest = share * 0.0 - _KEY_LIMIT
         highest = constants(share, 0.0) if keys is None else keys.max(-2, -1).squeeze()
         if keys is None:
             keys = self.x
@@ -249,27 +342,36 @@ class Vocabulary(Pool):
         return self.row(self._search.by_weight(weighted, share, self._searched & (share < 1)))
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """In two levels: a block, then a token of that block. u times the total needs more than the 24 bits of a
-        float32. So block sums are split into a high part, whose sums are exact in any order, and a low part; u is split
-        into its first 8 bits and the other 16. The difference between u times the total and the blocks before each is
-        then off by about 2e-10 of the total."""
+        """A token of each row, drawn in two levels: first a block, then a token of the block.
+
+        The product of u and the total needs more than the 24 bits of a float32. So block sums are
+        split into a high part, whose sums are exact in any order, and a low part, and u is split
+        into its first 8 bits and the other 16. The distance of the target, u times the total, from
+        the start of each block is then off by about 2e-10 of the total.
+
+        Args:
+            uniform: u, [B, 1] float32, in [0, 1).
+        """
         high, low = _split(blocks.aligned(blocks.block_sums(self.weights)))
         u = minimum(uniform, _LARGEST_UNIFORM)
         u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
         total_high = high.sum()
         target_low = (u - u_high) * total_high + u * low.sum()
-        beyond = (u_high * total_high - high.cumsum(exclusive=True)) + (
-            target_low - low.cumsum(exclusive=True)
-        )
+        distance_high = u_high * total_high - high.cumsum(exclusive=True)
+        distance_low = target_low - low.cumsum(exclusive=True)
+        distance = distance_high + distance_low
 
-        # The last block that begins at or before the target: a block of weight 0 begins together with the next. In rows
-        # without weight, which draw nothing, the padding of the sums does so as well.
-        last = float(axis_size(self.x, 1) - 1)
-        block = op("Clip", (beyond >= 0).to(FLOAT).sum() - 1.0, 0.0, last).to(INT64)
-        inside = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
-        # Rounding may leave the remainder just outside the block; its last token of positive weight is meant then.
-        remainder = minimum(beyond.gather(block), inside.last() * _LARGEST_UNIFORM)
-        place = minimum((inside <= remainder).to(FLOAT).sum(), axis_size(self.x, 2) - 1.0).to(INT64)
+        # The target lies in the last block that starts at or before it: a block of weight 0 starts
+        # together with the next block. In rows without weight, which draw nothing, even the padding
+        # of the sums starts at the target, so the index is clipped.
+        last_block = float(axis_size(self.x, 1) - 1)
+        block = op("Clip", (distance >= 0).to(FLOAT).sum() - 1.0, 0.0, last_block).to(INT64)
+        sums = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
+        # By rounding, the target may lie just after the block. Its last token of positive weight is
+        # drawn then.
+        remainder = minimum(distance.gather(block), sums.last() * _LARGEST_UNIFORM)
+        last_place = axis_size(self.x, 2) - 1.0
+        place = minimum((sums <= remainder).to(FLOAT).sum(), last_place).to(INT64)
         return block * axis_size(self.x, 2) + place
 
     def at(self, values: Tensor, token: Tensor) -> Tensor:
@@ -277,9 +379,11 @@ class Vocabulary(Pool):
 
 
 def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts that sum to the values [B, n] exactly: multiples of about 2**-15 of their sum, and the rest. Adding a
-    number rounds to its last bit, and taking it off again is exact: Rump, Ogita and Oishi, "Accurate floating-point
-    summation", SIAM J. Sci. Comput. 31(1), 2008."""
+    """Split values, [B, n], into multiples of about 2**-15 of their sum and exact remainders.
+
+    Adding a number rounds to its last bit, and subtracting it again is exact: Rump, Ogita and
+    Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
+    """
     unit = values.sum() * 256.0
     high = (values + unit) - unit
     return high, values - high

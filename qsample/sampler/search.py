@@ -1,19 +1,23 @@
-"""Thresholds beyond the candidates: selection by weight or by count, without a sort of the vocabulary.
+"""Thresholds beyond the candidates: selection by weight or by count, without sorting the
+vocabulary.
 
-The threshold of top-p is a weighted quantile of the logits: the smallest logit whose strictly larger logits weigh less
-than p of the whole. That of top-k is a quantile by count. A pivot is compared with all keys in a single pass; the
-weight above it tells on which side of it the threshold lies.
+The threshold of top-p is a weighted quantile of the logits: the smallest logit whose strictly
+larger logits weigh less than p of the total. The threshold of top-k is a quantile by count. A pivot
+is compared with all keys in a single pass, and the weight above it decides on which side of it the
+threshold lies.
 
-With control flow (`_interpolate`), as Floyd and Rivest select ("Expected time bounds for selection", CACM 18(3), 1975):
-two pivots from a sorted sample, then pivots at the place of the weight if it were spread evenly over the bracket, with
-the Illinois rule (Dowell and Jarratt, "A modified regula falsi method", BIT 11, 1971); and as soon as no more keys are
-left than there are candidates, those are sorted. A vocabulary of 150,000 takes about 6 passes.
+With control flow, `_interpolate` selects as Floyd and Rivest do ("Expected time bounds for
+selection", CACM 18(3), 1975). The first two pivots come from a sorted sample. Each further pivot is
+placed as if the weight were spread evenly over the bracket, with the Illinois rule (Dowell and
+Jarratt, "A modified regula falsi method", BIT 11, 1971). As soon as no more keys are left than
+there are candidates, these are sorted. A vocabulary of 150,000 takes about 6 passes.
 
-Without control flow (`_cut`), 32 pivots cut the bracket in each of 6 passes, and its lower end moves to the next key.
-Different keys that are still together then, within 2**-30 of the first bracket, count as tied.
+Without control flow, `_cut` divides the bracket with 32 pivots in each of 6 passes, and its lower
+end moves to the next key. Different keys that are still together then, within 2**-30 of the first
+bracket, count as tied.
 
-The weight above a pivot is summed as a difference from the weight that is wanted, block by block: small numbers of
-either sign, whose rounding in float32 is far below a token's weight.
+The weight above a pivot is summed as a difference from the wanted weight, block by block. These are
+small numbers of either sign, whose rounding in float32 is far below the weight of a token.
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ from qsample.sampler.tensor import (
     INT64,
     Tensor,
     TensorRecord,
-    Tensors,
     axis_size,
     branch,
     constant,
@@ -43,11 +46,20 @@ from qsample.sampler.tensor import (
     where,
 )
 
-_PIVOTS, _PASSES = 32, 6
-_MOST_PIVOTS, _MOST_STEPS = 10, 400
-_SAMPLE_MARGIN = 32  # ranks of the sample between a pivot and the expected threshold
-_FAR = 3e38  # from every key
-EVERYTHING = -3.4e38  # a threshold that every finite key passes
+# The search without control flow.
+_PIVOTS_PER_PASS = 32
+_PASSES = 6
+# The search with control flow: at most this many pivots, then at most this many halvings.
+_MAX_PIVOTS = 10
+_MAX_HALVINGS = 400
+# Between each of the first two pivots and the expected threshold, in ranks of the sample.
+_SAMPLE_MARGIN = 32
+# Subtracted from a key, it moves the key below all others.
+_FAR = 3e38
+# A threshold that every finite key passes.
+EVERYTHING = -3.4e38
+# A share of 0 would want no weight at all.
+_LEAST_SHARE = 1e-30
 
 
 class Search:
@@ -57,31 +69,38 @@ class Search:
         """Choose the rows and the method.
 
         Args:
-            listed: [R] int64, the rows that are searched, in a graph without control flow; None: with control flow,
-                and each search says which rows it is for.
-            skipped: put an If around each search of listed rows, which skips it if there are none; its condition is a
-                shape, known to the host.
+            listed: [R] int64, the rows that are searched, in a graph without control flow; None in
+                a graph with control flow.
+            skipped: put an If around each search of listed rows, so that it is skipped without such
+                rows. The condition is a shape, which the host knows.
         """
         self._listed = listed
         self._skipped = skipped
 
     def by_weight(self, keys: WeightedKeys, share: Tensor, searched: Tensor) -> Tensor:
-        """The smallest key whose strictly larger keys weigh less than `share` of the whole: [B, 1] float32.
+        """The smallest key whose strictly larger keys weigh less than a share of the total.
 
         Args:
             keys: the keys and their weights.
             share: [B, 1] float32, in (0, 1).
-            searched: [B, 1] bool; any other row gets a threshold that all keys pass.
+            searched: [B, 1] bool; other rows get a threshold that all keys pass.
+
+        Returns:
+            The threshold of each row, [B, 1] float32.
         """
         return self._find(_ByWeight(keys, share), searched)
 
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
-        """The `count`-th largest key, or a number that all keys pass if there are fewer: [B, 1] float32.
+        """The `count`-th largest key, or a number that all keys pass if there are fewer keys.
 
         Args:
-            keys: [B, n, C] float32, at most 0, -inf for keys that do not count; the largest of a row is 0.
+            keys: [B, n, C] float32, at most 0, -inf for keys that do not count; the largest key of
+                each row is 0.
             count: [B, 1] float32, at least 1.
-            searched: [B, 1] bool; any other row gets a threshold that all keys pass.
+            searched: [B, 1] bool; other rows get a threshold that all keys pass.
+
+        Returns:
+            The threshold of each row, [B, 1] float32.
         """
         return self._find(_ByCount(keys, count), searched)
 
@@ -128,7 +147,7 @@ class _ByWeight:
     share: Tensor
 
     def of_rows(self, rows: Tensor) -> _ByWeight:
-        """The search in `rows`, [R] int64, with a number of blocks that needs no padding in each sum."""
+        """The search in `rows`, [R] int64, with so many blocks that no sum needs padding."""
         keys = self.keys.keys.rows(rows)
         weights = self.keys.weights.rows(rows)
         share = self.share.rows(rows)
@@ -139,9 +158,9 @@ class _ByWeight:
         return _ByWeight(WeightedKeys(keys, weights, lowest, highest), share)
 
     def bracket(self) -> _Bracket:
-        """The first bracket: all keys."""
+        """The first bracket, which contains all keys."""
         sums = block_sums(self.keys.weights)
-        wanted = sums * maximum(self.share, 1e-30)
+        wanted = sums * maximum(self.share, _LEAST_SHARE)
         keys = self.keys
         at_low = total(sums - wanted)
         return _Bracket(keys.keys, keys.weights, wanted, keys.lowest, keys.highest, at_low)
@@ -155,38 +174,39 @@ class _ByCount:
     count: Tensor
 
     def of_rows(self, rows: Tensor) -> _ByCount:
-        """The search in `rows`, [R] int64, with a number of blocks that needs no padding in each sum."""
+        """The search in `rows`, [R] int64, with so many blocks that no sum needs padding."""
         keys = self.keys.rows(rows)
         count = self.count.rows(rows)
         return _ByCount(_with_more_blocks(keys, FLOOR), count)
 
     def bracket(self) -> _Bracket:
-        """The first bracket: all keys."""
-        there = (self.keys > FLOOR).to(FLOAT)
-        smallest = (maximum(self.keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
-        number = there.sum(-2, -1, keep=False).unsqueeze()
+        """The first bracket, which contains all keys."""
+        counts = (self.keys > FLOOR).to(FLOAT)
+        smallest = (maximum(self.keys, FLOOR) * counts).min(-2, -1, keep=False).unsqueeze()
+        number = counts.sum(-2, -1, keep=False).unsqueeze()
         below_all = smallest * 1.001 - 2.0**-126
         highest = constants(self.count, 0.0)
         return _Bracket(self.keys, None, self.count, below_all, highest, number - self.count)
 
 
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
-    """[R, n, C] with n a multiple of `ALIGNMENT`."""
-    rest = -axis_size(values, 1) % ALIGNMENT
-    return op("Pad", values, [0, 0, 0, 0, rest, 0], filler) if rest else values
+    """Values in blocks, [R, n, C], with blocks of `filler` added until `ALIGNMENT` divides n."""
+    missing = -axis_size(values, 1) % ALIGNMENT
+    return op("Pad", values, [0, 0, 0, 0, missing, 0], filler) if missing else values
 
 
 class _Bracket:
-    """Keys, what they weigh, and an interval that holds the threshold.
+    """Keys, their weights, and an interval that contains the threshold.
 
-    The excess of a number is by how much the keys above it weigh more than is wanted.
+    The excess of a number is the weight of the keys above it, minus the wanted weight.
 
     Attributes:
         keys: [B, 1, n, C] float32.
-        weights: [B, 1, n, C] float32; None: 1 each.
-        low, high: [B, 1] float32; the threshold is above `low` and at most `high`.
-        at_low: [B, 1] float32, the excess of all keys.
-        at_high: [B, 1] float32, the excess of no key, below 0.
+        weights: [B, 1, n, C] float32; None if each key weighs 1.
+        low: [B, 1] float32; the threshold is above it.
+        high: [B, 1] float32; the threshold is at most this.
+        at_low: [B, 1] float32, the excess of `low`: of all keys.
+        at_high: [B, 1] float32, the excess of `high`: of no key, so below 0.
     """
 
     def __init__(
@@ -202,9 +222,10 @@ class _Bracket:
 
         Args:
             keys: [B, n, C] float32.
-            weights: [B, n, C] float32; None: 1 each.
-            wanted: the weight that is wanted: in each block, [B, n]; of counts, [B, 1].
-            low: [B, 1] float32, a number below all keys that weigh something.
+            weights: [B, n, C] float32; None if each key weighs 1.
+            wanted: the wanted weight, [B, n] float32, a part for each block; without weights,
+                [B, 1].
+            low: [B, 1] float32, a number below all keys with a weight.
             high: [B, 1] float32, the largest key.
             at_low: [B, 1] float32, the excess of all keys.
         """
@@ -214,65 +235,89 @@ class _Bracket:
         self.low = low
         self.at_low = at_low
         self.at_high = -(wanted if weights is None else total(wanted))
-        # If all keys together weigh too little, all pass.
+        # If all keys together weigh less than wanted, all pass.
         self.high = where(at_low < 0, low, high)
 
     def above(self, pivots: Tensor) -> Tensor:
-        """1 for keys above each pivot, else 0: [B, P, n, C] float32. pivots: [B, P] float32."""
+        """1 for the keys above each pivot, [B, P] float32, and 0 for others: [B, P, n, C]
+        float32."""
         return (self.keys > pivots.unsqueeze().unsqueeze()).to(FLOAT)
 
     def excess(self, above: Tensor) -> Tensor:
-        """[B, P] float32, of what `above` gives. It grows with the set of keys, and does not depend on the pivots that
-        lead there."""
+        """The excess of each pivot: [B, P] float32.
+
+        It grows with the set of keys above the pivot, and does not depend on the pivot otherwise.
+
+        Args:
+            above: the result of `above`, [B, P, n, C].
+        """
         if self.weights is None:
             return above.sum(-2, -1, keep=False) - self._wanted
-        return total(block_sums(self.weights * above) - self._wanted.unsqueeze(1)).squeeze()
+        differences = block_sums(self.weights * above) - self._wanted.unsqueeze(1)
+        return total(differences).squeeze()
 
-    def measure(self, pivots: Tensor) -> Tensors:
-        """The excess of each pivot, the smallest of the keys above it, and the largest of the rest: [B, P] each."""
-        # Products with the mask as a number: ONNX Runtime's Where takes ten times as long.
-        above, keys = self.above(pivots), maximum(self.keys, FLOOR)
+    def measure(self, pivots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The excess of each pivot, the smallest key above it, and the largest other key.
+
+        Args:
+            pivots: [B, P] float32.
+
+        Returns:
+            [B, P] float32 each.
+        """
+        above = self.above(pivots)
+        keys = maximum(self.keys, FLOOR)
+        # The mask is a factor, because ONNX Runtime's Where takes ten times as long.
         smallest_above = (keys * above).min(-2, -1, keep=False)
         largest_below = (keys - above * _FAR).max(-2, -1, keep=False)
         return self.excess(above), smallest_above, largest_below
 
 
 def _cut(bracket: _Bracket) -> Tensor:
-    """The threshold by a fixed number of passes, with pivots spread evenly over the bracket: [B, 1]."""
-    parts = constant((np.arange(_PIVOTS, dtype=np.float32) / _PIVOTS)[None])
-    low, high, keys = bracket.low, bracket.high, maximum(bracket.keys, FLOOR)
+    """The threshold by a fixed number of passes, with evenly spaced pivots: [B, 1] float32."""
+    fractions = np.arange(_PIVOTS_PER_PASS, dtype=np.float32) / _PIVOTS_PER_PASS
+    parts = constant(fractions[None])
+    low = bracket.low
+    high = bracket.high
+    keys = maximum(bracket.keys, FLOOR)
     for _ in range(_PASSES):
-        pivots = low + (high - low) * parts  # the first one is low
+        # The first pivot is `low`.
+        pivots = low + (high - low) * parts
         above = bracket.above(pivots)
         too_little = bracket.excess(above) < 0
-        # The smallest key above a pivot; keys are at most 0, and 0 stands for the rest.
+        # The lower end moves to the smallest key above the last pivot with enough weight. Keys are
+        # at most 0, and 0 stands for the keys below a pivot.
         low = where(too_little, low, (keys * above).min(-2, -1, keep=False)).max()
         high = where(too_little, pivots, high).min()
     return low
 
 
 def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
-    """The threshold of the searched rows, [B, 1]."""
+    """The threshold of the searched rows by a number of passes that depends on the keys: [B, 1]."""
     narrow = _narrow(bracket, searched)
-    few = ~narrow.holds_many()
-    sorted_ = _sort(bracket, narrow)
-    low = where(few, sorted_, narrow.low)
-    high = where(few, sorted_, narrow.high)
-    # Many keys at or near the threshold are left in rows with ties.
+    few = ~narrow.has_many_keys()
+    sorted_threshold = _sort(bracket, narrow)
+    low = where(few, sorted_threshold, narrow.low)
+    high = where(few, sorted_threshold, narrow.high)
+    # In rows with ties, many keys at or near the threshold are left.
     return _step_through(bracket, low, high, searched)
 
 
 @dataclass(frozen=True)
 class _Interval(TensorRecord):
-    """The interval of a threshold while it is narrowed: [B, 1] float32 each.
+    """The interval of the threshold while it is narrowed: [B, 1] float32 each.
 
     Attributes:
-        low, high: the threshold is above `low` and at most `high`.
-        at_low, at_high: the excess at the ends, from which the next pivot is computed: half of it counts after each
-            further step that moves the other end only.
-        excess_high: the excess at `high`, exactly.
-        above_low, above_high: how many keys are above each end.
-        moved: the end that the last step moved: 1 for high, -1 for low, 0 before the first step.
+        low: the threshold is above it, or it is the low end of the bracket.
+        high: the threshold is at most this.
+        at_low: the excess of `low` from which the next pivot is computed; the Illinois rule halves
+            it if only `high` moves.
+        at_high: the same of `high`.
+        excess_high: the excess of `high`, exactly.
+        above_low: the number of keys above `low`.
+        above_high: the number of keys above `high`.
+        moved: the end that the last step moved: 1 for `high`, -1 for `low`, 0 before the first
+            step.
     """
 
     low: Tensor
@@ -284,13 +329,13 @@ class _Interval(TensorRecord):
     above_high: Tensor
     moved: Tensor
 
-    def holds_many(self) -> Tensor:
-        """Whether more keys than there are candidates lie within: [B, 1] bool."""
+    def has_many_keys(self) -> Tensor:
+        """Whether more keys than there are candidates lie in the interval: [B, 1] bool."""
         return self.above_low - self.above_high > CANDIDATES
 
 
 def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
-    """Move the ends until few keys are between them; `low` may stay the bracket's."""
+    """Move the ends of the bracket until few keys are between them."""
     first, second = _sample_pivots(bracket)
 
     def step(number: Tensor, interval: _Interval) -> tuple[Tensor, _Interval]:
@@ -298,13 +343,14 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
         at_low, at_high = interval.at_low, interval.at_high
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
-        # A row with few keys left stays as it is while other rows go on: it rounds identically in any batch.
-        pivot = where(interval.holds_many(), minimum(maximum(pivot, low), high), high)
+        # A row with few keys keeps its ends while other rows go on, so it rounds identically in any
+        # batch.
+        pivot = where(interval.has_many_keys(), minimum(maximum(pivot, low), high), high)
         above = bracket.above(pivot)
         excess = bracket.excess(above)
         count = above.sum(-2, -1, keep=False)
         too_little = excess < 0
-        # The Illinois rule: if an end moves twice, the other end's excess counts half.
+        # The Illinois rule: if the same end moves twice, the excess of the other end is halved.
         narrowed = _Interval(
             low=where(too_little, low, pivot),
             high=where(too_little, pivot, high),
@@ -315,7 +361,7 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
             above_high=where(too_little, count, interval.above_high),
             moved=where(too_little, 1.0, -1.0),
         )
-        return (searched & narrowed.holds_many()).any(), narrowed
+        return (searched & narrowed.has_many_keys()).any(), narrowed
 
     none = bracket.low * 0.0
     everything = none + float(axis_size(bracket.keys, 2) * axis_size(bracket.keys, 3))
@@ -329,11 +375,14 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
         above_high=none,
         moved=none,
     )
-    return loop(_MOST_PIVOTS, searched.any(), begin, step)
+    return loop(_MAX_PIVOTS, searched.any(), begin, step)
 
 
 def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
-    """Two numbers that likely have the threshold between them, the upper first: from the first key of each block."""
+    """Two pivots that likely have the threshold between them, the upper first.
+
+    The sample is the first key of each block.
+    """
     first = op("Slice", bracket.keys, [0], [1], [3]).reshape(0, -1)
     keys, order = top(first, axis_size(first, 1))
     if bracket.weights is None:
@@ -343,17 +392,14 @@ def _sample_pivots(bracket: _Bracket) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum()
     expected = sums.last() * (bracket.at_high / (bracket.at_high - bracket.at_low))
     rank = (sums < expected).to(FLOAT).sum()
-    last = axis_size(first, 1) - 1
-    ends = (
-        op("Clip", rank + margin, 0.0, float(last)).to(INT64)
-        for margin in (-_SAMPLE_MARGIN, _SAMPLE_MARGIN)
-    )
-    upper, lower = (keys.gather(end) for end in ends)
+    last = float(axis_size(first, 1) - 1)
+    upper = keys.gather(op("Clip", rank + -_SAMPLE_MARGIN, 0.0, last).to(INT64))
+    lower = keys.gather(op("Clip", rank + _SAMPLE_MARGIN, 0.0, last).to(INT64))
     return upper, lower
 
 
 def _sort(bracket: _Bracket, interval: _Interval) -> Tensor:
-    """The threshold, if no more keys than there are candidates lie in the interval: [B, 1]."""
+    """The threshold in an interval with no more keys than there are candidates: [B, 1] float32."""
     outside = bracket.above(interval.high) * _FAR
     values = (bracket.keys - outside).squeeze(1)
     count = min(CANDIDATES, axis_size(values, 1) * axis_size(values, 2))
@@ -367,7 +413,10 @@ def _sort(bracket: _Bracket, interval: _Interval) -> Tensor:
 
 
 def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor) -> Tensor:
-    """The threshold, by halving the interval with its ends at existing keys, until it is a single key: [B, 1]."""
+    """The threshold by halving an interval until it is a single key: [B, 1] float32.
+
+    Both ends move to existing keys in each step.
+    """
 
     def step(number: Tensor, ends: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         low, high = ends
@@ -381,10 +430,11 @@ def _step_through(bracket: _Bracket, low: Tensor, high: Tensor, searched: Tensor
     def unsettled(low: Tensor, high: Tensor) -> Tensor:
         return (searched & (low < high)).any()
 
-    threshold, _ = loop(_MOST_STEPS, unsettled(low, high), (low, high), step)
+    threshold, _ = loop(_MAX_HALVINGS, unsettled(low, high), (low, high), step)
     return threshold
 
 
 def _inside(pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The pivots, at least `low` and below `high`: at most the next number below `high`; `high` is not positive."""
+    """The pivots, moved to [low, high): at most to the next number below `high`, which is at most
+    0."""
     return maximum(minimum(pivots, high * (1 + 2.0**-23) - 2.0**-126), low)
