@@ -3,8 +3,8 @@
     with building(graph):
         weights = exp((logits - maximum) * inverse)
 
-A thin layer over onnxscript's `GraphBuilder`: it promotes constants and infers types and shapes. Numbers are promoted
-to the type of the tensor next to them.
+This is a thin layer over onnxscript's `GraphBuilder`, which makes constants of numbers, in the type
+of the tensor next to them, and infers types and shapes.
 """
 
 from __future__ import annotations
@@ -22,100 +22,122 @@ import onnx.shape_inference
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-FLOAT, INT32, INT64, BOOL = (
-    ir.DataType.FLOAT,
-    ir.DataType.INT32,
-    ir.DataType.INT64,
-    ir.DataType.BOOL,
-)
+FLOAT: Final = ir.DataType.FLOAT
+INT32: Final = ir.DataType.INT32
+INT64: Final = ir.DataType.INT64
+BOOL: Final = ir.DataType.BOOL
 
-_END = 2**31 - 1  # of an axis of any size
+# The end of a slice up to the last element of an axis of any size.
+SLICE_END: Final = 2**31 - 1
 
 Operand: TypeAlias = "Tensor | float"
 Tensors: TypeAlias = "tuple[Tensor, ...]"
-# What the functions of `branch` and `loop` return: tensors by name, by position, or a single one.
+# The results of a side of `branch` or a step of `loop`: one tensor, a tuple, or a record.
 Structure = TypeVar("Structure", bound="Tensor | tuple[Tensor, ...] | TensorRecord")
 
-_CONSTANT: Final = 20  # elements of an input whose values types and shapes may depend on, at most
-_Known: TypeAlias = "tuple[ir.DataType, tuple[int | str | None, ...] | None, bytes | None]"  # dtype, sizes, a constant
+# Types and shapes may depend on the numbers of constants up to this size.
+_MAX_CONSTANT_ELEMENTS: Final = 20
+# A sampler with all features has 2,500 nodes, which are of 700 kinds.
+_MAX_CACHED_INFERENCES: Final = 10_000
+_Sizes: TypeAlias = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueInfo:
+    """The facts about a value from which ONNX infers types and shapes.
+
+    Attributes:
+        dtype: the type of the elements.
+        sizes: the size of each axis, its name, or None if it has neither; None for an unknown rank.
+        content: the bytes of a small constant; None for other values.
+    """
+
+    dtype: ir.DataType
+    sizes: _Sizes | None
+    content: bytes | None = None
 
 
 class _Builder(GraphBuilder):
-    """A builder that infers the types and shapes of equal nodes once. Without these methods, it does the same in four
-    times the time."""
+    """A builder that infers types and shapes once for all equal nodes.
+
+    The methods of onnxscript that it replaces do the same in four times the time.
+    """
 
     def _partition_inputs_attributes(self, schema: Any, args: Any, kwargs: Any) -> Any:
-        return args, kwargs  # `operator` has them apart
+        # `operator` has separated them.
+        return args, kwargs
 
     def _infer_shapes(self, node: ir.Node) -> None:
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
-            return  # `branch` and `loop` say what their results are
-        inputs = tuple(None if value is None else _known(value) for value in node.inputs)
+            # `branch` and `loop` set the types and shapes of their results.
+            return
+        inputs = tuple(None if value is None else _value_info(value) for value in node.inputs)
         attributes = tuple(
             ir.serde.serialize_attribute(attribute).SerializeToString()
             for attribute in node.attributes.values()
         )
         inferred = _inferred(node.op_type, node.version or 0, inputs, attributes, len(node.outputs))
-        for output, (dtype, sizes) in zip(node.outputs, inferred, strict=True):
-            output.type, output.shape = (
-                ir.TensorType(dtype),
-                None if sizes is None else ir.Shape(sizes),
-            )
+        for output, info in zip(node.outputs, inferred, strict=True):
+            output.type = ir.TensorType(info.dtype)
+            output.shape = None if info.sizes is None else ir.Shape(info.sizes)
 
 
-def _known(value: ir.Value) -> _Known:
-    """What inference knows of an input."""
-    constant, shape = value.const_value, value.shape
+def _value_info(value: ir.Value) -> _ValueInfo:
     assert value.dtype is not None, value
-    sizes = (
-        None
-        if shape is None
-        else tuple(size if isinstance(size, int) else size.value for size in shape)
-    )
-    return (
-        value.dtype,
-        sizes,
-        None if constant is None or constant.size > _CONSTANT else constant.tobytes(),
-    )
+    constant = value.const_value
+    is_small = constant is not None and constant.size <= _MAX_CONSTANT_ELEMENTS
+    content = constant.tobytes() if constant is not None and is_small else None
+    return _ValueInfo(value.dtype, _sizes(value.shape), content)
 
 
-@functools.lru_cache(maxsize=10_000)  # a sampler with everything has 2,500 nodes, of 700 kinds
+def _sizes(shape: ir.Shape | None) -> _Sizes | None:
+    if shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else size.value for size in shape)
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED_INFERENCES)
 def _inferred(
     op_type: str,
     opset: int,
-    inputs: tuple[_Known | None, ...],
+    inputs: tuple[_ValueInfo | None, ...],
     attributes: tuple[bytes, ...],
-    outputs: int,
-) -> list[tuple[ir.DataType, tuple[int | str | None, ...] | None]]:
-    """The dtype and the sizes of each output, by ONNX's inference for the operator."""
-    names = ["" if known is None else f"input_{index}" for index, known in enumerate(inputs)]
-    given = {name: known for name, known in zip(names, inputs, strict=True) if known is not None}
-    types = {
-        name: onnx.helper.make_tensor_type_proto(dtype, sizes)
-        for name, (dtype, sizes, _) in given.items()
-    }
-    constants = {
-        name: onnx.helper.make_tensor(
-            name, dtype, [size for size in sizes if isinstance(size, int)], content, raw=True
-        )
-        for name, (dtype, sizes, content) in given.items()
-        if content is not None and sizes is not None
-    }
-    results = [f"output_{index}" for index in range(outputs)]
-    node = onnx.helper.make_node(op_type, names, results)
+    output_count: int,
+) -> list[_ValueInfo]:
+    """Infer the types and shapes of a node's outputs, as ONNX defines them for the operator.
+
+    Args:
+        op_type: the operator, of ONNX's own domain.
+        opset: the version of the operator set.
+        inputs: the inputs; None for an absent input.
+        attributes: the attributes, serialized.
+        output_count: the number of outputs.
+    """
+    input_names: list[str] = []
+    types: dict[str, onnx.TypeProto] = {}
+    constants: dict[str, onnx.TensorProto] = {}
+    for index, info in enumerate(inputs):
+        name = "" if info is None else f"input_{index}"
+        input_names.append(name)
+        if info is None:
+            continue
+        types[name] = onnx.helper.make_tensor_type_proto(info.dtype, info.sizes)
+        if info.content is not None and info.sizes is not None:
+            sizes = [size for size in info.sizes if isinstance(size, int)]
+            constants[name] = onnx.helper.make_tensor(
+                name, info.dtype, sizes, info.content, raw=True
+            )
+    output_names = [f"output_{index}" for index in range(output_count)]
+    node = onnx.helper.make_node(op_type, input_names, output_names)
     node.attribute.extend(map(onnx.AttributeProto.FromString, attributes))
     schema = onnx.defs.get_schema(op_type, opset, "")
-    found = onnx.shape_inference.infer_node_outputs(schema, node, types, constants)
-    shapes = [ir.serde.deserialize_type_proto_for_shape(found[result]) for result in results]
-    return [
-        (
-            ir.DataType(found[result].tensor_type.elem_type),
-            None
-            if shape is None
-            else tuple(size if isinstance(size, int) else size.value for size in shape),
-        )
-        for result, shape in zip(results, shapes, strict=True)
-    ]
+    inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, constants)
+    outputs: list[_ValueInfo] = []
+    for name in output_names:
+        dtype = ir.DataType(inferred[name].tensor_type.elem_type)
+        shape = ir.serde.deserialize_type_proto_for_shape(inferred[name])
+        outputs.append(_ValueInfo(dtype, _sizes(shape)))
+    return outputs
 
 
 _builder: ContextVar[_Builder] = ContextVar("_builder")
@@ -123,7 +145,7 @@ _builder: ContextVar[_Builder] = ContextVar("_builder")
 
 @contextmanager
 def building(graph: ir.Graph) -> Iterator[None]:
-    """Let everything in this module add its nodes to `graph`."""
+    """A context in which the functions and operators of this module add nodes to `graph`."""
     token = _builder.set(_Builder(graph))
     try:
         yield
@@ -131,14 +153,17 @@ def building(graph: ir.Graph) -> Iterator[None]:
         _builder.reset(token)
 
 
-Binary: TypeAlias = "Callable[[Tensor, Operand], Tensor]"
+_BinaryMethod: TypeAlias = "Callable[[Tensor, Operand], Tensor]"
 
 
-def _binary(op_type: str) -> tuple[Binary, Binary]:
-    """The method of an operator with two operands, and the same with the operands swapped."""
-    return lambda self, other: op(op_type, self, other), lambda self, other: op(
-        op_type, other, self
-    )
+def _binary(op_type: str) -> _BinaryMethod:
+    """The method for an operator with two operands."""
+    return lambda self, other: op(op_type, self, other)
+
+
+def _swapped(op_type: str) -> _BinaryMethod:
+    """The same with the operands swapped."""
+    return lambda self, other: op(op_type, other, self)
 
 
 class Tensor:
@@ -155,18 +180,25 @@ class Tensor:
 
     @property
     def shape(self) -> ir.Shape:
-        """The sizes of the axes, as far as they are known."""
+        """The known sizes of the axes, or their names."""
         assert self.value.shape is not None
         return self.value.shape
 
-    __add__, __radd__ = _binary("Add")
-    __sub__, __rsub__ = _binary("Sub")
-    __mul__, __rmul__ = _binary("Mul")
-    __truediv__, __rtruediv__ = _binary("Div")
-    __lt__, __gt__ = _binary("Less")[0], _binary("Greater")[0]
-    __le__, __ge__ = _binary("LessOrEqual")[0], _binary("GreaterOrEqual")[0]
-    __and__, __or__ = _binary("And")[0], _binary("Or")[0]
-    equals = _binary("Equal")[0]
+    __add__ = _binary("Add")
+    __radd__ = _swapped("Add")
+    __sub__ = _binary("Sub")
+    __rsub__ = _swapped("Sub")
+    __mul__ = _binary("Mul")
+    __rmul__ = _swapped("Mul")
+    __truediv__ = _binary("Div")
+    __rtruediv__ = _swapped("Div")
+    __lt__ = _binary("Less")
+    __gt__ = _binary("Greater")
+    __le__ = _binary("LessOrEqual")
+    __ge__ = _binary("GreaterOrEqual")
+    __and__ = _binary("And")
+    __or__ = _binary("Or")
+    equals = _binary("Equal")
 
     def __neg__(self) -> Tensor:
         return op("Neg", self)
@@ -187,23 +219,29 @@ class Tensor:
         return op("ReduceSum", self, list(axes or (-1,)), keepdims=int(keep))
 
     def any(self) -> Tensor:
-        """Whether any element of a bool tensor is true: a scalar. For conditions: CUDA has no such kernel."""
+        """Whether any element of a bool tensor is true: a scalar.
+
+        It is for conditions, which are computed on the host: CUDA has no such kernel.
+        """
         return op("ReduceMax", self, keepdims=0)
 
     def all(self) -> Tensor:
-        """Whether every element of a bool tensor is true: a scalar, as `any`."""
+        """Whether every element of a bool tensor is true: a scalar, for conditions like `any`."""
         return op("ReduceMin", self, keepdims=0)
 
     def argmax(self) -> Tensor:
-        """Index of the largest along the last axis, the lowest of a tie: int64, the axis kept."""
+        """The index of the largest element along the last axis, which is kept: int64.
+
+        Of equal elements, it is the lowest index.
+        """
         return op("ArgMax", self, axis=-1, keepdims=1)
 
     def cumsum(self, *, exclusive: bool = False) -> Tensor:
-        """Running sums along the last axis, added up from the first to the last."""
+        """Running sums along the last axis, from the first to the last element."""
         return op("CumSum", self, len(self.shape) - 1, exclusive=int(exclusive))
 
     def reshape(self, *sizes: int) -> Tensor:
-        """0 keeps an axis, and a single -1 stands for the rest."""
+        """The tensor with other axes. A size of 0 keeps an axis; a single -1 is inferred."""
         return op("Reshape", self, list(sizes))
 
     def unsqueeze(self, axis: int = -1) -> Tensor:
@@ -213,33 +251,46 @@ class Tensor:
         return op("Squeeze", self, [axis])
 
     def columns(self, start: int, stop: int | Tensor) -> Tensor:
-        """The slice [:, start:stop]. stop: a number, or int64, a scalar or [1]."""
-        end = [stop] if isinstance(stop, int) else stop if len(stop.shape) == 1 else stop.reshape(1)
+        """The slice [:, start:stop].
+
+        Args:
+            start: the first column.
+            stop: the column after the last, a number or an int64 tensor, scalar or [1].
+        """
+        end: list[int] | Tensor
+        if isinstance(stop, int):
+            end = [stop]
+        elif len(stop.shape) == 1:
+            end = stop
+        else:
+            end = stop.reshape(1)
         return op("Slice", self, [start], end, [1])
 
     def last(self) -> Tensor:
-        """The last element along the last axis, the axis kept."""
-        return op("Slice", self, [-1], [_END], [-1])
+        """The last element along the last axis, which is kept."""
+        return op("Slice", self, [-1], [SLICE_END], [-1])
 
     def gather(self, indices: Tensor, axis: int = 1) -> Tensor:
-        """For each index along `axis` that element, in every other axis at the index's own place."""
+        """The elements at `indices` along `axis`, at the place of the index in all other axes."""
         return op("GatherElements", self, indices, axis=axis)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The rows `indices` [R] int64 along the first axis."""
+        """The rows at `indices`, [R] int64, along the first axis."""
         return op("Gather", self, indices, axis=0)
 
     def scatter(
         self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none"
     ) -> Tensor:
+        """The tensor with `updates` at `indices` along `axis`; reduction: as in ScatterElements."""
         return op("ScatterElements", self, indices, updates, axis=axis, reduction=reduction)
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Base of frozen dataclasses whose fields are tensors, further records, or None for what a graph does not have.
+    """Base of frozen dataclasses whose fields are tensors, records, or None for absent tensors.
 
-    The sides of a `branch` and the steps of a `loop` return such records, so that results have names.
+    The sides of a `branch` and the steps of a `loop` return such records, so that their results
+    have names.
     """
 
     def tensors(self) -> Tensors:
@@ -260,19 +311,19 @@ class TensorRecord:
         return replace(self, **values)
 
     def where(self, condition: Tensor, otherwise: Self) -> Self:
-        """A record of `where(condition, …, …)` for each tensor here and the same in `otherwise`."""
+        """A record with `where(condition, tensor, other)` for each pair of tensors."""
         pairs = zip(self.tensors(), otherwise.tensors(), strict=True)
         return self.filled(iter([where(condition, yes, no) for yes, no in pairs]))
 
 
 def op(op_type: str, *inputs: Any, **attributes: Any) -> Tensor:
-    """A node with a single output. Inputs: tensors, numbers, lists of numbers, arrays."""
+    """Add a node with a single output. Inputs are tensors, numbers, lists of numbers or arrays."""
     (result,) = operator(op_type, *inputs, outputs=1, **attributes)
     return result
 
 
 def operator(op_type: str, *inputs: Any, outputs: int, **attributes: Any) -> Tensors:
-    """A node with several outputs."""
+    """Add a node with several outputs."""
     builder = _builder.get()
     given = [_operand(value) for value in inputs]
     result = builder.call_op(
@@ -289,25 +340,27 @@ def _operand(value: Any) -> Any:
 
 
 def constant(array: np.ndarray[Any, Any]) -> Tensor:
-    """A constant; equal constants are merged when the graph is finished."""
+    """Add a constant. Equal constants are merged when the graph is finished."""
     builder = _builder.get()
     name = f"constant_{len(builder.root.graph.initializers)}"
     return Tensor(builder.initializer(ir.tensor(array, name=name), name, qualify=False))
 
 
 def exp(x: Tensor) -> Tensor:
-    """E ** x."""
+    """The exponential of each element."""
     return op("Exp", x)
 
 
 def log(x: Tensor) -> Tensor:
-    """The natural logarithm of a column, [B, 1]; ONNX Runtime's Log rounds an element by its place in the tensor, its
-    reductions do not."""
+    """The natural logarithm of a column, [B, 1].
+
+    It is a reduction, because ONNX Runtime's Log rounds an element by its place in the tensor.
+    """
     return op("ReduceLogSum", x, [-1])
 
 
 def absolute(x: Tensor) -> Tensor:
-    """|x|."""
+    """The absolute value of each element."""
     return op("Abs", x)
 
 
@@ -322,52 +375,65 @@ def minimum(x: Tensor, y: Operand) -> Tensor:
 
 
 def where(condition: Tensor, yes: Operand, no: Operand) -> Tensor:
-    """For few elements: over a vocabulary, ONNX Runtime's kernel takes ten times as long as a product with 0 or 1."""
+    """`yes` or `no`, by the condition of each element. For few elements only.
+
+    Over a vocabulary, ONNX Runtime's kernel takes ten times as long as a product with 0 or 1.
+    """
     return op("Where", condition, yes, no)
 
 
 def concat(*parts: Tensor) -> Tensor:
-    """Along the second axis."""
+    """The parts one after the other along the second axis."""
     return op("Concat", *parts, axis=1)
 
 
 def top(values: Tensor, count: int, *, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """The `count` largest (or smallest) along the last axis, in order, and their int64 indices; of ties the lowest."""
-    found, indices = operator(
+    """The largest or smallest elements along the last axis, in order.
+
+    Args:
+        values: the elements.
+        count: how many of them are wanted.
+        largest: whether the largest are wanted, or the smallest.
+
+    Returns:
+        The elements, and their indices, int64; of equal elements, the lowest indices.
+    """
+    selected, indices = operator(
         "TopK", values, [count], axis=-1, largest=int(largest), sorted=1, outputs=2
     )
-    return found, indices
+    return selected, indices
 
 
 def constants(like: Tensor, value: float) -> Tensor:
-    """`value` in the shape of `like`."""
+    """A tensor of one value in the shape of `like`."""
     flags = like if like.dtype == BOOL else like.equals(like)
     return where(flags, value, value)
 
 
 def indices(count: int, dtype: str = "int64") -> Tensor:
-    """0, 1, … count - 1: [count]."""
+    """The numbers 0, 1, … count - 1 as a constant: [count]."""
     return constant(np.arange(count, dtype=dtype))
 
 
 def axis_size(tensor: Tensor, axis: int) -> int:
-    """The size of an axis that is known when the graph is built."""
-    found = tensor.shape[axis]
-    assert isinstance(found, int)
-    return found
+    """The size of an axis, which has to be known when the graph is built."""
+    known = tensor.shape[axis]
+    assert isinstance(known, int)
+    return known
 
 
 def size(tensor: Tensor, axis: int) -> Tensor:
-    """The size of an axis: [1] int64."""
+    """The size of an axis, computed in the graph: [1] int64."""
     return op("Shape", tensor, start=axis, end=axis + 1)
 
 
 def branch(
     condition: Tensor, then: Callable[[], Structure], otherwise: Callable[[], Structure]
 ) -> Structure:
-    """`then()` if `condition` (scalar bool) holds, else `otherwise()`: an `If` that computes only that side.
+    """An `If`: `then()` if `condition`, a scalar bool, holds, else `otherwise()`.
 
-    Both functions return the same structure: a tensor, a tuple of tensors or a `TensorRecord`. So does `branch`.
+    Only one side is computed. Both functions return the same structure, a tensor, a tuple of
+    tensors or a `TensorRecord`, and so does `branch`.
     """
     then_graph, structure = _subgraph("then", then)
     else_graph, _ = _subgraph("else", otherwise)
@@ -390,14 +456,14 @@ def loop(
     states: Structure,
     step: Callable[[Tensor, Structure], tuple[Tensor, Structure]],
 ) -> Structure:
-    """Repeat `step` while `condition` (scalar bool) holds, at most `most` times, or not at all: a `Loop`.
+    """A `Loop`: repeats `step` while a condition holds.
 
     Args:
         most: the largest number of repetitions.
-        condition: whether the first repetition runs.
-        states: the states before it, a structure as for `branch`.
-        step: takes the number of the repetition (scalar int64) and the states, and returns the next condition and the
-            next states.
+        condition: a scalar bool, whether the first repetition runs.
+        states: the states before the first repetition, a structure as for `branch`.
+        step: takes the number of the repetition, a scalar int64, and the states; returns the next
+            condition and the next states.
 
     Returns:
         The states after the last repetition.
@@ -445,10 +511,13 @@ def _filled(structure: Structure, tensors: Iterator[Tensor]) -> Structure:
 def _subgraph(
     name: str, function: Callable[[], Structure], inputs: Sequence[ir.Value] = ()
 ) -> tuple[ir.Graph, Structure]:
-    """The nodes that `function` adds as a separate graph, and the structure that it returns.
+    """Collect the nodes that `function` adds in a separate graph.
 
-    The graph's outputs are the structure's tensors. A tensor from outside passes through an Identity, and so does one
-    that is an output already.
+    The outputs of the graph are the tensors of the structure that `function` returns. A tensor from
+    outside the graph passes through an Identity, as does a tensor that is an output already.
+
+    Returns:
+        The graph and the structure.
     """
     parent = _builder.get()
     graph = ir.Graph(
@@ -470,7 +539,7 @@ def _subgraph(
 
 
 def _common_shape(first: ir.Value, second: ir.Value) -> ir.Shape | None:
-    """The shape of two values: an axis in which they differ has no size. None if their ranks differ."""
+    """The shape of both values, without sizes where they differ; None if their ranks differ."""
     if first.shape is None or second.shape is None or len(first.shape) != len(second.shape):
         return None
     sizes = zip(first.shape, second.shape, strict=True)
