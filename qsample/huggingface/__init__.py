@@ -1,1 +1,2 @@
-"""The interface of transformers, without transformers: keywords, configurations, dtypes and methods of models."""
+"""The interface of transformers, without transformers: keywords, configurations, dtypes and methods
+of models."""

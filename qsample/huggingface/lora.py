@@ -1,7 +1,9 @@
-"""The files of a LoRA adapter as peft writes them: the checked configuration, and the changes that the weights make.
+"""The files of a LoRA adapter as peft writes them: the checked configuration, and the changes that
+the weights make.
 
-LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; W + scale * B A, scale = alpha / r, or
-alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski, 2023). The meaning of a configuration's fields is peft's:
+LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022) computes
+W + scale * B A, with scale = alpha / r, or alpha / sqrt(r) for rank-stabilised adapters
+(Kalajdzievski, 2023). The fields of a configuration mean the same as in peft:
 https://huggingface.co/docs/peft/package_reference/lora
 """
 
@@ -28,11 +30,13 @@ T = TypeVar("T")
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
-_PART: Final = re.compile(
-    r"base_model\.model\.(?P<path>.{1,200})\.(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+_TENSOR_NAME: Final = re.compile(
+    r"base_model\.model\.(?P<path>.{1,200})\."
+    r"(lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
 )
 ADVICE: Final = "merge it with the tool that trained it, and export the merged checkpoint"
-_READ: Final = (
+# The fields of a configuration that are read.
+_READ_FIELDS: Final = (
     "peft_type",
     "r",
     "lora_alpha",
@@ -42,53 +46,59 @@ _READ: Final = (
     "bias",
     "init_lora_weights",
 )
-# Fields that change no number: the training, and the layers; the names of the tensors also give these.
-# fan_in_fan_out follows from the layer itself.
-_WITHOUT_EFFECT: Final = (
-    *(
-        "peft_version",
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "base_model_class",
-        "parent_library",
-    ),
-    *("revision", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"),
-    *(
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "fan_in_fan_out",
-    ),
-    *(
-        "lora_dropout",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "velora_config",
-    ),
+# Fields that change no number. They describe the training, or the layers, which the names of the
+# tensors also give. fan_in_fan_out follows from the layer itself.
+_FIELDS_WITHOUT_EFFECT: Final = (
+    "peft_version",
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "base_model_class",
+    "parent_library",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+    "lora_dropout",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "velora_config",
 )
-_LARGEST_CONFIG: Final = 1 << 22  # bytes
-_LONGEST_PATH: Final = 200  # characters of the path of a module, and of a pattern
-# Patterns are regular expressions of strangers, and Python's `re` may take for ever, holding Python's lock. So they
-# have characters, classes and repetitions of either, and groups of these that are not repeated.
+_MAX_CONFIG_BYTES: Final = 1 << 22
+_MAX_PATTERN_CHARACTERS: Final = 200
+# Patterns are regular expressions from strangers. Python's `re` may match one for ever, and holds
+# Python's lock meanwhile. So only these are accepted: characters and classes, which may be repeated,
+# and groups of them, which may not.
 _ATOM: Final = r"(?:\\[dw]|\\[^\w\s]|\[\^?[\w.-]+\]|[\w.-])"
 _PIECE: Final = rf"{_ATOM}(?:[*+]\??|\?)?"
 _PATTERN: Final = re.compile(rf"\^?(?:{_PIECE}|\((?:\?:)?(?:{_PIECE}|\|)*\)\??|\|)*\$?")
-_MOST_WAYS: Final = 1 << 12  # to match a pattern: of choices, and 2^5 of each * and +
-_MOST_WAYS_OF_ALL: Final = 1 << 13
-_SECONDS: Final = 10.0  # to match all of them
-# Initialisations that leave the model's own weights alone. The rest move a part of the weight into A and B,
-# so a file of trained A and B means nothing without that weight.
-_INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
+# The most ways to match a pattern at a place: the product of the numbers of its choices, and of 2^5
+# for each * and +.
+_MAX_WAYS_OF_A_PATTERN: Final = 1 << 12
+_MAX_WAYS_OF_ALL_PATTERNS: Final = 1 << 13
+_MAX_MATCHING_SECONDS: Final = 10.0
+# Initialisations that do not change the model's own weights. The others move a part of the weight
+# into A and B, so trained A and B mean nothing without that weight.
+_PLAIN_INITIALISATIONS: Final = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """rank, alpha: of a layer that no pattern names. ranks, alphas: pairs of a pattern and a value; the first pattern
-    that matches counts. rank_stabilised: whether a change is scaled by the root of the rank."""
+    """The settings of an adapter that its changes depend on.
+
+    Attributes:
+        rank, alpha: the values for a layer that no pattern names.
+        ranks, alphas: pairs of a pattern and a value; the first pattern that matches counts.
+        rank_stabilised: whether a change is scaled by the root of the rank.
+    """
 
     rank: int
     alpha: float
@@ -98,7 +108,7 @@ class LoraConfig:
 
     @property
     def largest_rank(self) -> int:
-        """Of all layers."""
+        """The largest rank of all layers."""
         return max([self.rank, *(rank for _, rank in self.ranks)])
 
     def rank_of(self, path: str) -> int:
@@ -107,14 +117,16 @@ class LoraConfig:
 
     def scale_of(self, path: str) -> float:
         """The factor of the product of B and A in the module at `path`."""
-        alpha, rank = _first_match(self.alphas, path, self.alpha), self.rank_of(path)
+        alpha = _first_match(self.alphas, path, self.alpha)
+        rank = self.rank_of(path)
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def read_config(path: Path) -> LoraConfig:
-    """The configuration at `path`. Raises QsampleError if it is damaged, UnsupportedModelError if not plain LoRA."""
+    """The configuration at `path`. Raises QsampleError if it is damaged, UnsupportedModelError if
+    it is not plain LoRA."""
     try:
-        options = read_json(path, _LARGEST_CONFIG, infinities=True)
+        options = read_json(path, _MAX_CONFIG_BYTES, infinities=True)
     except ValueError as error:
         raise QsampleError(
             f"{path} is not valid JSON ({error}); download the adapter again"
@@ -124,25 +136,31 @@ def read_config(path: Path) -> LoraConfig:
             f"{path} holds {shown(options, 60)}, and must hold an object; give the folder of a LoRA adapter"
         )
     _check_plain(options, path)
+    ranks = []
+    for text, pattern, value in _patterns(options, "rank", path):
+        ranks.append((pattern, _rank(value, f"rank_pattern[{text!r}]", path)))
+    alphas = []
+    for text, pattern, value in _patterns(options, "alpha", path):
+        alphas.append((pattern, _alpha(value, f"alpha_pattern[{text!r}]", path)))
     return LoraConfig(
         _rank(options.get("r", 8), "r", path),
         _alpha(options.get("lora_alpha", 8), "lora_alpha", path),
-        [
-            (key, _rank(value, f"rank_pattern[{name!r}]", path))
-            for name, key, value in _patterns(options, "rank", path)
-        ],
-        [
-            (key, _alpha(value, f"alpha_pattern[{name!r}]", path))
-            for name, key, value in _patterns(options, "alpha", path)
-        ],
+        ranks,
+        alphas,
         _flag(options, "use_rslora", path),
     )
 
 
 class Change(NamedTuple):
-    """The change of the weight of the module at `path`: scale * b a, of matrices in the adapter's file.
-    a, b: [rank, in] and [out, rank]; None if the adapter has `base` alone. base: the weight itself, if the adapter has
-    a copy of it: peft saves one with the LoRA of an embedding."""
+    """The change of a module's weight, scale * b a, with matrices from the adapter's file.
+
+    Attributes:
+        path: the path of the module.
+        a, b: [rank, in] and [out, rank]; None if the adapter only has `base`.
+        base: the weight itself, if the adapter has a copy of it: peft saves one with the LoRA of an
+            embedding.
+        scale: the factor of the product.
+    """
 
     path: str
     a: Array | None
@@ -151,14 +169,45 @@ class Change(NamedTuple):
     scale: float
 
 
-def read_changes(config_path: Path, weights_path: Path, largest: int | None = None) -> list[Change]:
-    """The changes that an adapter makes, in order of their paths. largest: bytes of its weights. Raises QsampleError
-    for files that cannot be read, for matrices without a partner, of another rank than the configuration's, or with
-    numbers that are not finite, and for patterns that take long to match; UnsupportedModelError for more than plain
-    LoRA."""
+def read_changes(
+    config_path: Path, weights_path: Path, max_bytes: int | None = None
+) -> list[Change]:
+    """The changes that an adapter makes, in order of their paths.
+
+    Args:
+        config_path: the file of the configuration.
+        weights_path: the file of the matrices.
+        max_bytes: the most bytes of that file that are read; None for any number.
+
+    Raises QsampleError for files that cannot be read, for matrices without a partner, of another
+    rank than the configuration's, or with numbers that are not finite, and for patterns that take
+    long to match; UnsupportedModelError for more than plain LoRA.
+    """
     config = read_config(config_path)
+    parts_by_path = _read_parts(weights_path, max_bytes)
+    changes = []
+    began = time.monotonic()
+    for path, parts in sorted(parts_by_path.items()):
+        if time.monotonic() - began > _MAX_MATCHING_SECONDS:
+            raise QsampleError(
+                f"{config_path}: its patterns take more than {_MAX_MATCHING_SECONDS:.0f} s to match; give fewer"
+            )
+        _check_pair(weights_path, path, parts, config.rank_of(path))
+        changes.append(
+            Change(path, parts.get("A"), parts.get("B"), parts.get("base"), config.scale_of(path))
+        )
+    if all(change.a is None for change in changes):
+        raise QsampleError(
+            f"{weights_path} holds no LoRA matrices; give the adapter that was trained"
+        )
+    return changes
+
+
+def _read_parts(weights_path: Path, max_bytes: int | None) -> dict[str, dict[str, Array]]:
+    """The matrices "A", "B" and "base" of each module, by its path. Raises as `read_changes`
+    does."""
     try:
-        with TensorFile(weights_path, largest) as file:
+        with TensorFile(weights_path, max_bytes) as file:
             tensors = {name: file.read(name) for name in file.tensors}
     except (OSError, ValueError, MemoryError) as error:
         raise QsampleError(
@@ -166,42 +215,35 @@ def read_changes(config_path: Path, weights_path: Path, largest: int | None = No
         ) from error
     parts: dict[str, dict[str, Array]] = {}
     for name, tensor in sorted(tensors.items()):
-        match = _PART.fullmatch(name)
+        match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise UnsupportedModelError(
                 f"{weights_path} holds {name:.200}, which does not belong to a pair of LoRA matrices; {ADVICE}"
             )
-        parts.setdefault(match["path"], {})[match["linear"] or match["embedding"] or "base"] = (
-            tensor
-        )
+        part = match["linear"] or match["embedding"] or "base"
+        parts.setdefault(match["path"], {})[part] = tensor
         if tensor.ndim != 2 or not _is_finite(tensor):
             dtype = "bfloat16" if tensor.dtype == np.uint16 else tensor.dtype.name
             raise QsampleError(
                 f"{weights_path}: {name:.200} is {dtype} {list(tensor.shape)}; it must be a matrix of finite floats"
             )
-    changes = []
-    began = time.monotonic()
-    for path, found in sorted(parts.items()):
-        if time.monotonic() - began > _SECONDS:
-            raise QsampleError(
-                f"{config_path}: its patterns take more than {_SECONDS:.0f} s to match; give fewer"
-            )
-        a, b, rank = found.get("A"), found.get("B"), config.rank_of(path)
-        if (a is None) != (b is None):
-            raise QsampleError(
-                f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner"
-            )
-        if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
-            raise QsampleError(
-                f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
-                f"{CONFIG} gives it is {rank}"
-            )
-        changes.append(Change(path, a, b, found.get("base"), config.scale_of(path)))
-    if all(change.a is None for change in changes):
+    return parts
+
+
+def _check_pair(weights_path: Path, path: str, parts: Mapping[str, Array], rank: int) -> None:
+    """Raise QsampleError unless a module has both matrices A and B, or none, and these have the
+    rank of the configuration."""
+    a = parts.get("A")
+    b = parts.get("B")
+    if (a is None) != (b is None):
         raise QsampleError(
-            f"{weights_path} holds no LoRA matrices; give the adapter that was trained"
+            f"{weights_path} holds matrix {'A' if b is None else 'B'} of {path} without its partner"
         )
-    return changes
+    if a is not None and b is not None and (len(a), b.shape[1]) != (rank, rank):
+        raise QsampleError(
+            f"{weights_path}: the matrices of {path} are {list(a.shape)} and {list(b.shape)}, and the rank that "
+            f"{CONFIG} gives it is {rank}"
+        )
 
 
 def floats(matrix: Array) -> Array:
@@ -212,14 +254,14 @@ def floats(matrix: Array) -> Array:
 
 
 def _is_finite(matrix: Array) -> bool:
-    """Whether all numbers are finite floats. uint16: bits of bfloat16."""
+    """Whether all numbers are finite floats. A uint16 matrix holds the bits of bfloat16."""
     if matrix.dtype == np.uint16:
         return bool(((matrix & 0x7F80) != 0x7F80).all())
     return matrix.dtype.kind == "f" and bool(np.isfinite(matrix).all())
 
 
 def _first_match(patterns: Sequence[tuple[re.Pattern[str], T]], path: str, other: T) -> T:
-    """The value of the first of `patterns` that matches, as in peft; `other` if none does."""
+    """The value of the first of `patterns` that matches, as in peft; `other` if none matches."""
     return next((value for pattern, value in patterns if pattern.match(path)), other)
 
 
@@ -229,12 +271,11 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModelError(
             f"{path}: an adapter of type {kind!s:.60} cannot be used here, only plain LoRA; {ADVICE}"
         )
-    asked = [
-        name for name in sorted(options) if name not in (*_READ, *_WITHOUT_EFFECT) and options[name]
-    ]
+    known = {*_READ_FIELDS, *_FIELDS_WITHOUT_EFFECT}
+    asked = [name for name in sorted(options) if name not in known and options[name]]
     if options.get("bias", "none") != "none":
         asked.append("bias")
-    if options.get("init_lora_weights", True) not in _INITIALISATIONS:
+    if options.get("init_lora_weights", True) not in _PLAIN_INITIALISATIONS:
         asked.append(f"init_lora_weights={shown(options['init_lora_weights'], 60)}")
     if asked:
         raise UnsupportedModelError(
@@ -245,18 +286,20 @@ def _check_plain(options: Mapping[str, Any], path: Path) -> None:
 def _patterns(
     options: Mapping[str, Any], kind: str, path: Path
 ) -> list[tuple[str, re.Pattern[str], Any]]:
-    """The patterns of ranks or alphas, each compiled: it matches the path of a module that it ends with, at a dot."""
+    """The patterns of ranks or alphas, each with its text, compiled, and with its value. A pattern
+    matches the path of a module whose end it matches, after a dot or from the beginning."""
     name = f"{kind}_pattern"
     patterns = options.get(name) or {}
     if not isinstance(patterns, dict):
         raise QsampleError(
             f"{path}: {name} is {shown(patterns, 60)}; it must be an object, from patterns to numbers"
         )
-    left, compiled = _MOST_WAYS_OF_ALL - len(patterns), []  # each has one at least
+    compiled = []
+    left = _MAX_WAYS_OF_ALL_PATTERNS - len(patterns)  # Each pattern has at least one way.
     for pattern, value in patterns.items():
         try:
             ways = _ways(pattern)
-            if ways > _MOST_WAYS or ways - 1 > left:
+            if ways > _MAX_WAYS_OF_A_PATTERN or ways - 1 > left:
                 raise ValueError(
                     "it is not simple"
                     if math.isinf(ways)
@@ -266,16 +309,16 @@ def _patterns(
             compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$"), value))
         except (ValueError, re.error) as error:
             raise QsampleError(
-                f"{path}: {name} holds {pattern!r:.80}, which is not a regular expression that is taken ({error}); "
+                f"{path}: {name} holds {pattern!r:.80}, which is not accepted as a regular expression ({error}); "
                 r"give fewer, of names, dots, \d, [...], two of * and + at most, and groups (a|b) that are not repeated"
             ) from error
     return compiled
 
 
 def _ways(pattern: str) -> float:
-    """At most that many ways to match a pattern are tried at each place of a path; infinite for patterns that are not
-    simple."""
-    if len(pattern) > _LONGEST_PATH or not _PATTERN.fullmatch(pattern):
+    """The most ways to match a pattern that are tried at a place of a path; infinite for patterns
+    that are not simple."""
+    if len(pattern) > _MAX_PATTERN_CHARACTERS or not _PATTERN.fullmatch(pattern):
         return math.inf
     bare = re.sub(_ATOM, "a", pattern.replace("(?:", "("))
     choices = math.prod(part.count("|") + 1 for part in re.split(r"[()]", bare))

@@ -1,8 +1,8 @@
-"""An image as a caller gives it → an upright RGB image of Pillow, held to limits before anything is unfolded: first the
-bytes, then the size in the header, then the pixels.
+"""An image as a caller gives it → an upright RGB image of Pillow. Limits are checked before
+anything is decompressed: first the bytes, then the size in the header, then the pixels.
 
-Transparent pixels come onto white, as in transformers' image processors; rotations of cameras (EXIF) are undone, as in
-its `load_image`. Of an animation, the first frame counts.
+Transparent pixels become white, as in transformers' image processors. Rotations of cameras (EXIF)
+are undone, as in its `load_image`. Only the first frame of an animation is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ FORMATS: Final = "PNG, JPEG, WebP or GIF"
 ACCEPTED: Final = (
     f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
 )
-_MOST_PIXELS: Final = 89_478_485  # Pillow warns of more
-_STARTS: Final = {
+_MAX_PIXELS: Final = 89_478_485  # Pillow warns about larger images.
+# Format, by the name of Pillow's plugin → the first bytes of its files.
+_SIGNATURES: Final = {
     "Png": (b"\x89PNG\r\n\x1a\n",),
     "Jpeg": (b"\xff\xd8\xff",),
     "Gif": (b"GIF87a", b"GIF89a"),
@@ -40,7 +41,12 @@ _STARTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The largest image that is read. most_bytes: of its file. most_pixels: its width times its height."""
+    """The largest image that is read.
+
+    Attributes:
+        most_bytes: the most bytes of its file.
+        most_pixels: the most pixels, its width times its height.
+    """
 
     most_bytes: int = integer(
         20 << 20, 1, 1 << 31, "the most bytes of an image file, up to 2^31", help="Of a file."
@@ -48,8 +54,8 @@ class ImageLimits:
     most_pixels: int = integer(
         40_000_000,
         1,
-        _MOST_PIXELS,
-        f"the most pixels of an image, up to {_MOST_PIXELS}",
+        _MAX_PIXELS,
+        f"the most pixels of an image, up to {_MAX_PIXELS}",
         help="Width times height.",
     )
 
@@ -62,12 +68,19 @@ def read_image(
 ) -> Image:
     """The image in mode RGB.
 
-    name: of the image in messages; a path is named besides. Raises ValueError for anything but an image within the
-    limits, QsampleError without Pillow.
-    """
-    import numpy as np  # here, because the command line has the limits
+    Args:
+        image: the image.
+        limits: the largest image to read; by default `ImageLimits()`.
+        name: the name of the image in messages. If the image is a path, the path follows the name.
 
-    pillow, limits = _pillow(), limits or ImageLimits()
+    Raises ValueError for anything but an image within the limits, QsampleError without Pillow.
+    """
+    # The command line imports this module for its limits, and starts without NumPy.
+    import numpy as np
+
+    pillow = _pillow()
+    if limits is None:
+        limits = ImageLimits()
     if isinstance(image, str | Path):
         name = f"{name} {shown(str(image), 200)}"
         image = _content(image, limits, name)
@@ -87,9 +100,10 @@ def read_image(
 def read_size(
     file: bytes, limits: ImageLimits | None = None, name: str = "the image"
 ) -> tuple[int, int]:
-    """Width and height in the header of an image file, before any rotation; nothing is unfolded. Raises as `read_image`
-    does."""
-    limits = limits or ImageLimits()
+    """Width and height in the header of an image file, before any rotation; nothing is
+    decompressed. Raises as `read_image` does."""
+    if limits is None:
+        limits = ImageLimits()
     width, height = _opened(file, limits, name).size
     _check_size(width, height, limits, name)
     return width, height
@@ -111,7 +125,7 @@ def _refuse(message: str, cause: BaseException | None = None) -> NoReturn:
 
 def _check_size(width: int, height: int, limits: ImageLimits, name: str) -> None:
     if width < 1 or height < 1:
-        _refuse(f"{name} has {width} x {height} pixels; it must have at least one")
+        _refuse(f"{name} has {width} x {height} pixels; it must have at least one pixel")
     if width * height > limits.most_pixels:
         _refuse(
             f"{name} has {width} x {height} = {width * height} pixels, and at most {limits.most_pixels} are read; "
@@ -120,6 +134,7 @@ def _check_size(width: int, height: int, limits: ImageLimits, name: str) -> None
 
 
 def _content(path: str | Path, limits: ImageLimits, name: str) -> bytes:
+    """The bytes of a file, at most one byte beyond the limit."""
     if str(path).startswith(("http://", "https://", "data:")):
         _refuse(f"{name} is an address; {ACCEPTED}")
     try:
@@ -130,31 +145,41 @@ def _content(path: str | Path, limits: ImageLimits, name: str) -> bytes:
 
 
 def _opened(data: bytes, limits: ImageLimits, name: str) -> Image:
-    """A file of which the header was read. By its format's plugin: `Image.open` has a limit of its own, and warns."""
+    """An image whose header was read. The format's plugin reads it, and not `Image.open`, which has
+    another limit, and warns."""
     if len(data) > limits.most_bytes:
-        _refuse(
-            f"{name} has more than {limits.most_bytes} bytes, which are the most that are read; make it smaller"
-        )
-    kind = next((kind for kind, starts in _STARTS.items() if data.startswith(starts)), None)
-    if kind is None or (kind == "WebP" and data[8:12] != b"WEBP"):
+        _refuse(f"{name} has more than {limits.most_bytes} bytes, the limit; make it smaller")
+    kind = _format_of(data)
+    if kind is None:
         _refuse(f"{name} begins with {data[:8]!r}; give a {FORMATS} file")
-    import_module(f"PIL.{kind}ImagePlugin")  # registers the format
+    import_module(f"PIL.{kind}ImagePlugin")  # This registers the format.
     try:
-        if (
-            kind in _SIZES
-        ):  # of formats whose plugins make room for all pixels when they open a file
-            _check_size(*_SIZES[kind](data), limits, name)
-        file: Image = _pillow().OPEN[kind.upper()][0](io.BytesIO(data), "")
+        if kind in _SIZE_READERS:
+            width, height = _SIZE_READERS[kind](data)
+            _check_size(width, height, limits, name)
+        plugin, _ = _pillow().OPEN[kind.upper()]
+        file: Image = plugin(io.BytesIO(data), "")
     except ArgumentError:
         raise
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Pillow raises many kinds.
         _refuse(
-            f"{name} is a damaged {kind.upper()} file ({_said(error)}); give a whole one", error
+            f"{name} is a damaged {kind.upper()} file ({_brief(error)}); give a whole file", error
         )
     return file
 
 
+def _format_of(data: bytes) -> str | None:
+    """The format of a file, by the name of Pillow's plugin; None for other formats."""
+    for kind, signatures in _SIGNATURES.items():
+        if data.startswith(signatures):
+            if kind == "WebP" and data[8:12] != b"WEBP":  # Other files begin with RIFF, too.
+                return None
+            return kind
+    return None
+
+
 def _upright(image: Image, limits: ImageLimits, name: str) -> Image:
+    """The image in mode RGB, rotated as its EXIF data say, over white."""
     from PIL import ImageOps
 
     _check_size(*image.size, limits, name)
@@ -163,36 +188,40 @@ def _upright(image: Image, limits: ImageLimits, name: str) -> Image:
         image = ImageOps.exif_transpose(image)
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
-            image = pillow.alpha_composite(
-                pillow.new("RGBA", image.size, (255, 255, 255, 255)), image
-            )
+            white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
+            image = pillow.alpha_composite(white, image)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Pillow raises many kinds.
         _refuse(
-            f"{name} cannot be decoded ({_said(error)}); give a whole file, or another format",
+            f"{name} cannot be decoded ({_brief(error)}); give a whole file, or another format",
             error,
         )
 
 
-def _said(error: Exception) -> str:
+def _brief(error: Exception) -> str:
+    """The kind of an exception and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}".removesuffix(": ")
 
 
 def _gif_size(data: bytes) -> tuple[int, int]:
-    """The canvas, grown to hold the first frame: https://www.w3.org/Graphics/GIF/spec-gif89a.txt."""
+    """Width and height of the canvas, enlarged to hold the first frame:
+    https://www.w3.org/Graphics/GIF/spec-gif89a.txt."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
-    at = 13 + (3 << (flags & 7) + 1 if flags & 128 else 0)
-    while data[at] == 0x21:  # an extension: its label, then blocks up to an empty one
-        at += 2
-        while data[at]:
-            at += 1 + data[at]
-        at += 1
-    left, top, columns, rows = struct.unpack_from("<4H", data, at + 1)
+    offset = 13
+    if flags & 128:  # A table of colours follows.
+        offset += 3 << (flags & 7) + 1
+    while data[offset] == 0x21:  # An extension has a label, then blocks up to an empty block.
+        offset += 2
+        while data[offset]:
+            offset += 1 + data[offset]
+        offset += 1
+    left, top, columns, rows = struct.unpack_from("<4H", data, offset + 1)
     return max(width, left + columns), max(height, top + rows)
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """The canvas: https://developers.google.com/speed/webp/docs/riff_container."""
+    """Width and height of the canvas:
+    https://developers.google.com/speed/webp/docs/riff_container."""
     if data[12:16] == b"VP8X":
         return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
     if data[12:16] == b"VP8L":
@@ -202,7 +231,9 @@ def _webp_size(data: bytes) -> tuple[int, int]:
     return width & 0x3FFF, height & 0x3FFF
 
 
-_SIZES: Final[dict[str, Callable[[bytes], tuple[int, int]]]] = {
+# Format → a function that reads width and height of a file. The plugins of these formats allocate
+# all pixels when they open a file.
+_SIZE_READERS: Final[dict[str, Callable[[bytes], tuple[int, int]]]] = {
     "Gif": _gif_size,
     "WebP": _webp_size,
 }

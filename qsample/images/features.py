@@ -1,4 +1,5 @@
-"""Processed images → the rows that stand for them in a prompt, by vision.onnx; those that come again are kept."""
+"""Processed images → the rows that stand for them in a prompt, computed by vision.onnx, and kept
+for images that come again."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ DEFAULT_CACHE_BYTES: Final = 256 << 20
 
 
 class VisionEncoder:
-    """A package's vision.onnx, for any number of threads. It runs one image at a time: its operators use all threads,
-    and their memory is that of a single image."""
+    """A package's vision.onnx, for any number of threads. It runs a single image at a time, because
+    its operators use all threads; so their memory is bounded, too."""
 
     def __init__(
         self,
@@ -29,53 +30,65 @@ class VisionEncoder:
         provider: str | Sequence[str] | None = None,
         options: SessionOptions | None = None,
     ) -> None:
-        """cache_bytes: of the features that are kept; the images used longest ago go. provider, options, errors: as of
-        `open_sessions`."""
+        """Open the session.
+
+        Args:
+            package: the package.
+            cache_bytes: the most bytes of features that are kept. The images that were used longest
+                ago are dropped first.
+            provider, options: the arguments of `open_sessions`, whose errors are raised.
+        """
         self._path = package.path / VISION
         self._session = open_vision(package, provider, options)
-        self._running = threading.Lock()
-        self._changed = threading.Lock()  # guards the next five
-        self._kept: OrderedDict[bytes, Array] = OrderedDict()  # the one used longest ago first
-        self._bytes, self._most_bytes = 0, cache_bytes
-        self._computed: dict[bytes, Future[Array]] = {}  # now
+        self._session_lock = threading.Lock()
+        self._cache_lock = threading.Lock()  # It guards the next three.
+        # Key of an image → its features; the image that was used longest ago is the first.
+        self._cached: OrderedDict[bytes, Array] = OrderedDict()
+        self._cached_bytes = 0
+        # Key of an image → its features that are being computed.
+        self._running: dict[bytes, Future[Array]] = {}
+        self._max_cached_bytes = cache_bytes
 
     def features(self, image: ProcessedImage) -> Array:
-        """[n, C] in the package's dtype, read-only: the rows for the image's n placeholders. Threads that ask for the
-        same image at once share a run. Raises QsampleError if it fails."""
+        """The rows for an image's n placeholders, [n, C] in the package's dtype, read-only. Threads
+        that ask for the same image at the same time share a run. Raises QsampleError if it
+        fails."""
         if image.features is not None:
             return image.features
-        with self._changed:
-            kept = self._kept.get(image.key)
-            if kept is not None:
-                self._kept.move_to_end(image.key)
-                return kept
-            shared = self._computed.get(image.key)
-            future = self._computed.setdefault(image.key, Future())
+        with self._cache_lock:
+            cached = self._cached.get(image.key)
+            if cached is not None:
+                self._cached.move_to_end(image.key)
+                return cached
+            shared = self._running.get(image.key)
+            future = self._running.setdefault(image.key, Future())
         if shared is not None:
             return shared.result()
         try:
             features = self._run(image)
         except BaseException as error:
-            with self._changed:
-                del self._computed[image.key]
+            with self._cache_lock:
+                del self._running[image.key]
             future.set_exception(error)
             raise
-        with self._changed:
-            del self._computed[image.key]
-            self._keep(image.key, features)
+        with self._cache_lock:
+            del self._running[image.key]
+            self._cache(image.key, features)
         future.set_result(features)
         return features
 
-    def _keep(self, key: bytes, features: Array) -> None:
-        if features.nbytes > self._most_bytes:
+    def _cache(self, key: bytes, features: Array) -> None:
+        """Keep the features of an image, and drop the oldest features for them."""
+        if features.nbytes > self._max_cached_bytes:
             return
-        self._kept[key] = features
-        self._bytes += features.nbytes
-        while self._bytes > self._most_bytes:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._cached[key] = features
+        self._cached_bytes += features.nbytes
+        while self._cached_bytes > self._max_cached_bytes:
+            _, dropped = self._cached.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
 
     def _run(self, image: ProcessedImage) -> Array:
-        with self._running:
+        with self._session_lock:
             try:
                 result = self._session.features(image.pixel_values, image.grid)
             except Exception as error:

@@ -1,4 +1,5 @@
-"""Chat messages → the images in their parts. Templates see {"type": "image"} for each, see `text.chat`."""
+"""Chat messages → the images in their parts. Templates see {"type": "image"} for each image, see
+`text.chat`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from urllib.parse import unquote, urlsplit
 
 from qsample.errors import shown
 
-MEDIA_TYPES: Final = ("png", "jpeg", "jpg", "webp", "gif")  # image/...
-_DATA: Final = re.compile(r"data:image/(\w+);base64,", re.IGNORECASE)
+# The names after "image/".
+MEDIA_TYPES: Final = ("png", "jpeg", "jpg", "webp", "gif")
+_DATA_URL: Final = re.compile(r"data:image/(\w+);base64,", re.IGNORECASE)
 _FORM: Final = (
     'give {"type": "image", "image": ...} with a path, bytes, an image of Pillow or an array [height, width, 3] uint8, '
     'or with "path", "url" or "base64" in place of "image"'
@@ -31,45 +33,54 @@ def images_in(
 ) -> list[Any]:
     """The images of a conversation in order, each a path, bytes, an image of Pillow or an array.
 
-    A part has the image as `image`, or in transformers' other forms, `path`, `url` (data: or file:) and `base64`, or in
-    OpenAI's, {"type": "image_url", "image_url": {"url": ...}}; a part without any takes the next of `given`. Raises
-    ValueError for a part that holds no image, for too few or too many in `given`, and for a text that contains
-    `placeholder`: the template writes it for an image.
+    A part has the image as `image`, or in transformers' other forms, `path`, `url` (data: or file:)
+    and `base64`, or in OpenAI's form, {"type": "image_url", "image_url": {"url": ...}}. A part
+    without any of these takes the next image of `given`.
+
+    Raises ValueError for a part without an image, if there are too few or too many images in
+    `given`, and for a text that contains `placeholder`, because the template writes it for an
+    image.
     """
-    left, images = iter(given), []
+    left = iter(given)
+    images = []
     for index, message in enumerate(messages):
-        what, content = f"chat message {index}", message.get("content")
-        for part in (
-            [content]
-            if isinstance(content, str)
-            else content
-            if isinstance(content, list | tuple)
-            else ()
-        ):
+        what = f"chat message {index}"
+        for part in _parts(message.get("content")):
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str) and placeholder in text:
                 raise ValueError(
                     f"{what} has the text {placeholder}, which stands for an image here; leave it out"
                 )
-            if _is_image(part):
-                image = _image(what, part)
-                images.append(next(left, None) if image is None else image)
-                if images[-1] is None:
-                    raise ValueError(
-                        f"{what} has a part of type {part['type']!r} without an image; {_FORM}"
-                    )
-    if rest := len(list(left)):
+            if not _is_image(part):
+                continue
+            image = _image(what, part)
+            if image is None:
+                image = next(left, None)
+            if image is None:
+                raise ValueError(
+                    f"{what} has a part of type {part['type']!r} without an image; {_FORM}"
+                )
+            images.append(image)
+    too_many = len(list(left))
+    if too_many:
         raise ValueError(
-            f"{rest} more images were given than the messages have places; add {{'type': 'image'}} parts"
+            f"{too_many} more images were given than the messages have places; add {{'type': 'image'}} parts"
         )
     return images
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    """The parts of a message's content; a text is a single part."""
+    if isinstance(content, str):
+        return [content]
+    return content if isinstance(content, list | tuple) else ()
 
 
 def with_images(
     messages: Iterable[Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> list[dict[str, Any]]:
-    """A copy of a conversation, with change(image) in place of each image that a part holds. Raises ValueError as
-    `images_in` does."""
+    """A copy of a conversation, with change(image) in place of each image that a part holds. Raises
+    ValueError as `images_in` does."""
 
     def changed(what: str, part: Any) -> Any:
         image = _image(what, part) if _is_image(part) else None
@@ -77,13 +88,14 @@ def with_images(
 
     copies = [dict(message) for message in messages]
     for index, message in enumerate(copies):
-        if isinstance(content := message.get("content"), list | tuple):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
             message["content"] = [changed(f"chat message {index}", part) for part in content]
     return copies
 
 
 def _image(what: str, part: Mapping[str, Any]) -> Any:
-    """The image of a part as it is given; None if it has none."""
+    """The image of a part as it is given; None if it has no image."""
     given: list[Any] = [
         part[name]
         for name in ("image", "path", "url", "base64", "image_url")
@@ -113,8 +125,9 @@ def _image(what: str, part: Mapping[str, Any]) -> Any:
 
 
 def decode_data_url(url: str, most: int | None = None) -> bytes:
-    """The bytes of data:image/...;base64,... Raises ValueError for anything else, and for more than `most` bytes."""
-    match = _DATA.match(url)
+    """The bytes of data:image/...;base64,... Raises ValueError for anything else, and for more than
+    `most` bytes."""
+    match = _DATA_URL.match(url)
     if match is None or match[1].lower() not in MEDIA_TYPES:
         known = ", ".join(f"image/{name}" for name in MEDIA_TYPES)
         raise ValueError(
@@ -124,7 +137,8 @@ def decode_data_url(url: str, most: int | None = None) -> bytes:
 
 
 def decode_base64(text: str, most: int | None = None) -> bytes:
-    """Raises ValueError for what is not base64, and for more than `most` bytes, before they are decoded."""
+    """The bytes of a base64 text. Raises ValueError for other texts; and for more than `most`
+    bytes, before they are decoded."""
     if most is not None:
         check_base64(len(text), most)
     try:
@@ -139,5 +153,5 @@ def check_base64(length: int, most: int) -> None:
     """Raise ValueError if a base64 text of `length` characters has more than `most` bytes."""
     if length * 3 > (most + 2) * 4:
         raise ValueError(
-            f"an image has {length * 3 // 4} bytes, and {most} are the most; give a smaller one"
+            f"an image has {length * 3 // 4} bytes, and {most} are the most; give a smaller image"
         )

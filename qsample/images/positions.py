@@ -10,15 +10,22 @@ from qsample.contract.arrays import Array
 
 
 def position_offsets(is_image: Array, sizes: Sequence[tuple[int, int]]) -> Array:
-    """[n + 1, 3] int32: the positions of each token in time, height and width, less its place. The last is for all
-    tokens after these n.
+    """The positions of each token in time, height and width, less its place in the row.
 
-    An image at position p has its placeholders, row by row, at (p, p + row, p + column); the token after it is at p
-    plus the larger side. is_image: [n] bool. sizes: rows and columns of each image's placeholders, in order.
+    An image at position p has its placeholders, row by row, at (p, p + row, p + column). The token
+    after it is at p plus the larger side.
+
+    Args:
+        is_image: [n] bool, whether each token is a placeholder.
+        sizes: the rows and columns of each image's placeholders, in the order of the prompt.
+
+    Returns:
+        [n + 1, 3] int32; the last entry is for all tokens after these n.
     """
     places = np.flatnonzero(is_image)
     offsets = np.zeros((len(is_image) + 1, 3), np.int32)
-    seen, shift = 0, 0
+    seen = 0  # placeholders
+    shift = 0
     for rows, columns in sizes:
         count = rows * columns
         start = int(places[seen])

@@ -1,6 +1,8 @@
-"""A package's images: a picture → the inputs of vision.onnx; text with images → token ids, rows and positions.
+"""A package's images: a picture → the inputs of vision.onnx; text with images → token ids, rows and
+positions.
 
-`Manifest.images` has all that it needs: no file of transformers. Its keys are the fields of `ImageSettings`.
+`Manifest.images` has all settings, so no file of transformers is needed. Its keys are the fields of
+`ImageSettings`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import MANIFEST_NAME
 from qsample.package.package import Package
 
-_MOST_PLACEHOLDERS: Final = 1 << 20  # of an image
-_SIGN: Final = np.int64(-(1 << 63))
+_MAX_PLACEHOLDERS: Final = 1 << 20  # An image has at most this number.
+_SIGN_BIT: Final = np.int64(-(1 << 63))
 
 
 def _text(accepted: str = "a text") -> Any:
@@ -33,16 +35,16 @@ def _text(accepted: str = "a text") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ImageTexts:
-    """The texts around the placeholders of an image. That of a tile may contain {row}, {column} and {number}, counted
-    from 1.
+    """The texts around the placeholders of an image.
 
     Attributes:
-        single: before the placeholders of an image without tiles.
-        before: before the first tile.
-        tile: before each tile.
-        line: between two rows of tiles.
-        whole: before the placeholders of the whole image, after the tiles.
-        after: after the image.
+        single: the text before the placeholders of an image without tiles.
+        before: the text before the first tile.
+        tile: the text before each tile; it may contain {row}, {column} and {number}, counted from
+            1.
+        line: the text between two rows of tiles.
+        whole: the text before the placeholders of the whole image, which follows the tiles.
+        after: the text after the image.
     """
 
     single: str = _text()
@@ -64,20 +66,17 @@ class ImageTexts:
         return text
 
     def written(self, layout: Layout, token: str) -> str:
-        """An image in the text of a prompt; `token`: the text of a placeholder."""
-        (rows, columns), run = layout.tiles, token * layout.count
+        """The text of an image in a prompt. token: the text of a placeholder."""
+        rows, columns = layout.tiles
+        placeholders = token * layout.count
         if rows * columns == 0:
-            return self.single + run + self.after
-        lines = [
-            "".join(self.of_tile(row, at, columns) + run for at in range(columns))
-            for row in range(rows)
-        ]
-        return (
-            self.before
-            + self.line.join(lines)
-            + (self.whole + run if layout.whole else "")
-            + self.after
-        )
+            return self.single + placeholders + self.after
+        lines = []
+        for row in range(rows):
+            tiles = [self.of_tile(row, column, columns) + placeholders for column in range(columns)]
+            lines.append("".join(tiles))
+        whole = self.whole + placeholders if layout.whole else ""
+        return self.before + self.line.join(lines) + whole + self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +85,11 @@ class ImageSettings:
 
     Attributes:
         family: a name from FAMILIES.
-        settings: of the family, by name.
+        settings: the settings of the family, by name.
         placeholder: the text for an image in a prompt, or in the output of a chat template.
         token: the text of each of the image's placeholders.
         token_id: the id of `token`.
-        texts: around these; see `ImageTexts`.
+        texts: the texts around the placeholders; see `ImageTexts`.
     """
 
     family: str = choice(MISSING, FAMILIES)
@@ -111,7 +110,8 @@ def _read(kind: type[Any], data: Mapping[str, Any], where: str) -> Any:
     try:
         known = {entry.name for entry in fields(kind)}
         needed = {entry.name for entry in fields(kind) if entry.default is MISSING}
-        if wrong := [*(data.keys() - known), *(needed - data.keys())]:
+        wrong = (data.keys() - known) | (needed - data.keys())
+        if wrong:
             raise ArgumentError(f"{', '.join(sorted(map(str, wrong)))[:200]} is unknown or missing")
         return kind(**data)
     except (ArgumentError, TypeError) as error:
@@ -132,24 +132,30 @@ class ImageProcessor:
     def __init__(
         self, images: Mapping[str, Any], *, axial: bool = False, identity: bytes = b""
     ) -> None:
-        """images: `Manifest.images`. axial: as in `ImageShape`. identity: of the package's vision part.
+        """Read the settings of a package's images.
 
-        Raises PackageError for images that are not as an export writes them."""
+        Args:
+            images: the content of `Manifest.images`.
+            axial: whether positions have three axes, as in `ImageShape`.
+            identity: bytes that identify the package's vision part.
+
+        Raises PackageError for settings that no export writes.
+        """
         settings: ImageSettings = _read(ImageSettings, images, "images")
         self.family: Family = _read(FAMILIES[settings.family], settings.settings, "images.settings")
         self.texts: ImageTexts = _read(ImageTexts, settings.texts, "images.texts")
-        self.placeholder, self.token, self.token_id = (
-            settings.placeholder,
-            settings.token,
-            settings.token_id,
-        )
+        self.placeholder = settings.placeholder
+        self.token = settings.token
+        self.token_id = settings.token_id
         self._axial = axial
         self._identity = identity + json.dumps(asdict(self.family), sort_keys=True).encode()
 
     @classmethod
     def of(cls, package: Package) -> ImageProcessor | None:
-        """The processor of a package, or None if it reads text only. Raises PackageError for a damaged manifest."""
-        manifest, image = package.manifest, package.interface.image
+        """The processor of a package, or None if it reads text only. Raises PackageError for a
+        damaged manifest."""
+        manifest = package.manifest
+        image = package.interface.image
         if manifest.images is None or image is None:
             return None
         vision = sorted(
@@ -174,8 +180,12 @@ class ImageProcessor:
     ) -> ProcessedImage:
         """The inputs of vision.onnx for an image, and its placeholders.
 
-        name: of the image in messages. Raises ValueError for anything but an image within the limits, QsampleError
-        without Pillow.
+        Args:
+            image: the image.
+            limits: the largest image to read; by default `ImageLimits()`.
+            name: the name of the image in messages.
+
+        Raises ValueError for anything but an image within the limits, QsampleError without Pillow.
         """
         upright = read_image(image, limits, name)
         layout = self.layout(*upright.size, name)
@@ -192,7 +202,7 @@ class ImageProcessor:
             layout = self.family.layout(width, height)
         except ArgumentError as error:
             raise ArgumentError(str(error).replace("the image", name, 1), error.argument) from None
-        if layout.placeholders > _MOST_PLACEHOLDERS:
+        if layout.placeholders > _MAX_PLACEHOLDERS:
             raise ArgumentError(
                 f"{name} has {width} x {height} pixels: too many placeholders; make it smaller",
                 "images",
@@ -200,22 +210,29 @@ class ImageProcessor:
         return layout
 
     def expand(self, text: str, images: Sequence[ProcessedImage]) -> str:
-        """`text` with the placeholders of each image in place of `placeholder`. Raises ValueError if their numbers
-        differ."""
+        """`text` with the placeholders of each image in place of `placeholder`. Raises ValueError
+        if the numbers of images and of `placeholder` differ."""
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(images):
             raise ArgumentError(
                 f"the text has {len(parts) - 1} times {self.placeholder!r} (an image), and "
-                f"{len(images)} images were given; give one for each",
+                f"{len(images)} images were given; give an image for each",
                 "images",
             )
-        return parts[0] + "".join(
-            image.text + part for image, part in zip(images, parts[1:], strict=True)
-        )
+        expanded = [parts[0]]
+        for image, part in zip(images, parts[1:], strict=True):
+            expanded += [image.text, part]
+        return "".join(expanded)
 
     def prompt(self, ids: Sequence[int] | Array, images: Sequence[ProcessedImage]) -> ImagePrompt:
-        """The decoder's inputs for the images of a prompt. ids: with all placeholders, as `expand` writes them. Raises
-        ValueError if there are more or fewer placeholders than these images have."""
+        """The decoder's inputs for the images of a prompt.
+
+        Args:
+            ids: the token ids of the prompt with all placeholders, as `expand` writes them.
+            images: the images in the order of the prompt.
+
+        Raises ValueError if there are more or fewer placeholders than these images have.
+        """
         tokens = np.asarray(ids, np.int64).reshape(-1)
         is_image = tokens == self.token_id
         places = np.flatnonzero(is_image)
@@ -231,15 +248,14 @@ class ImageProcessor:
         identities = tokens.copy()
         if images:
             identities[places] = np.concatenate([_identities(image) for image in images])
-        offsets = (
-            position_offsets(is_image, [image.size or (0, 0) for image in images])
-            if self._axial
-            else None
-        )
+        offsets = None
+        if self._axial:
+            offsets = position_offsets(is_image, [image.size or (0, 0) for image in images])
         return ImagePrompt(tuple(images), rows, offsets, identities)
 
 
 def _identities(image: ProcessedImage) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n] negative int64, of 63 bits that depend on the image and on the place of the placeholder."""
+    """A number for each placeholder, [n] int64: negative, with 63 bits that depend on the image and
+    on the place of the placeholder."""
     stream = hashlib.shake_256(image.key).digest(8 * len(image.rows))
-    return np.frombuffer(stream, "<i8").astype(np.int64) | _SIGN
+    return np.frombuffer(stream, "<i8").astype(np.int64) | _SIGN_BIT

@@ -1,4 +1,4 @@
-"""What a prompt has of its images: `ProcessedImage`, for vision.onnx, and `ImagePrompt`, for the decoder."""
+"""The images of a prompt: `ProcessedImage` for vision.onnx, and `ImagePrompt` for the decoder."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from qsample.contract.arrays import Array
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as vision.onnx reads it, and how its result stands in a prompt.
+    """An image as vision.onnx reads it, and its place in a prompt.
 
     Attributes:
-        key: sha256 of the pixels and of the package's vision part: equal keys have equal features.
-        pixel_values: float32, [A, patch_values] or [I, 3, height, width].
-        grid: rows and columns of patches, for packages whose `ImageShape.patch_values` is not 0.
+        key: the sha256 of the pixels and of the package's vision part. Equal keys have equal
+            features.
+        pixel_values: the input, float32, [A, patch_values] or [I, 3, height, width].
+        grid: the rows and columns of patches, for packages whose `ImageShape.patch_values` is not
+            0.
         rows: [n] int64, the row of vision.onnx's result for each of the n placeholders, in order.
-        size: rows and columns of placeholders, for packages with `ImageShape.axial`: n is their product.
+        size: the rows and columns of placeholders, for packages with `ImageShape.axial`: n is their
+            product.
         text: the image in the text of a prompt: placeholders, and the texts around them.
-        features: [n, C], of the placeholders, if they are computed already.
+        features: [n, C], the features of the placeholders, if they are computed already.
     """
 
     key: bytes
@@ -35,13 +38,15 @@ class ImagePrompt:
     """The images of a prompt of n tokens, placeholders included.
 
     Attributes:
-        images: in the order of the prompt.
-        rows: [n] int32, which of all placeholders a token is, from 0; -1 for text. The contract's `image_rows` if
-            `image_features` has the features of the whole prompt.
-        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None without `ImageShape.axial`. The last is that
-            of all tokens after the prompt.
-        identities: [n] int64: the id of a text token; of a placeholder a negative number that depends on its image and
-            on its place there. Prompts share a beginning if their identities do.
+        images: the images in the order of the prompt.
+        rows: [n] int32, the number of each placeholder among all placeholders, from 0; -1 for text.
+            This is the contract's `image_rows` if `image_features` has the features of the whole
+            prompt.
+        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None without
+            `ImageShape.axial`. The last entry is for all tokens after the prompt.
+        identities: [n] int64, the id of a text token, or a negative number for a placeholder, which
+            depends on its image and on its place there. Prompts share a beginning if their
+            identities do.
     """
 
     images: tuple[ProcessedImage, ...]

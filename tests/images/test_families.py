@@ -212,7 +212,7 @@ def test_a_family_refuses_what_no_image_could_be_made_of() -> None:
         families.Square(**square, size={"longest_edge": 4})
     with pytest.raises(ValueError, match="crop_size is None: images would have many sizes"):
         families.Square(**square, size={"shortest_edge": 4})
-    with pytest.raises(ValueError, match=r"crop_size is .*at most those of size"):
+    with pytest.raises(ValueError, match=r"crop_size is .*at most as large as size"):
         families.Square(**square, size={"shortest_edge": 4}, crop_size={"height": 5, "width": 4})
     with pytest.raises(ValueError, match="image_mean and image_std"):
         families.Square(**square, size={"height": 4, "width": 4}, image_mean=MEAN)

@@ -88,7 +88,7 @@ def test_threads_that_ask_at_once_share_a_run(
         assert all(asked.acquire(timeout=60) for _ in range(4))
         return plain(self, image)
 
-    monkeypatch.setattr(encoder, "_computed", Computed())
+    monkeypatch.setattr(encoder, "_running", Computed())
     monkeypatch.setattr(VisionEncoder, "_run", run)
     with ThreadPoolExecutor(4) as threads:
         results = [*threads.map(encoder.features, [given] * 4)]
