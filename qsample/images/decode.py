@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ImageLike: TypeAlias = "str | Path | bytes | Image | Array"
 FORMATS: Final = "PNG, JPEG, WebP or GIF"
-ACCEPTED: Final = (
+ACCEPTED_IMAGES: Final = (
     f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
 )
 _MAX_PIXELS: Final = 89_478_485  # Pillow warns about larger images.
@@ -88,13 +88,13 @@ def read_image(
         return _upright(_opened(image, limits, name), limits, name)
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            _refuse(f"{name} is an array {list(image.shape)} of {image.dtype}; {ACCEPTED}")
+            _refuse(f"{name} is an array {list(image.shape)} of {image.dtype}; {ACCEPTED_IMAGES}")
         _check_size(image.shape[1], image.shape[0], limits, name)
         made: Image = pillow.fromarray(np.ascontiguousarray(image))
         return made
     if isinstance(image, pillow.Image):
         return _upright(image, limits, name)
-    return _refuse(f"{name} is {shown(image)}, a {type(image).__name__}; {ACCEPTED}")
+    return _refuse(f"{name} is {shown(image)}, a {type(image).__name__}; {ACCEPTED_IMAGES}")
 
 
 def read_size(
@@ -136,7 +136,7 @@ def _check_size(width: int, height: int, limits: ImageLimits, name: str) -> None
 def _content(path: str | Path, limits: ImageLimits, name: str) -> bytes:
     """The bytes of a file, at most one byte beyond the limit."""
     if str(path).startswith(("http://", "https://", "data:")):
-        _refuse(f"{name} is an address; {ACCEPTED}")
+        _refuse(f"{name} is an address; {ACCEPTED_IMAGES}")
     try:
         with open_plain(path) as file:
             return file.read(limits.most_bytes + 1)

@@ -146,7 +146,7 @@ class Family:
         check_fields(self)
         if (self.image_mean is None) != (self.image_std is None) or 0 in (self.image_std or ()):
             raise ArgumentError(
-                "image_mean and image_std must both be numbers, image_std without 0, or both be None"
+                "image_mean and image_std are numbers, those of image_std not 0, or both are None"
             )
 
     def layout(self, width: int, height: int) -> Layout:

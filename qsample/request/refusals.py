@@ -91,7 +91,7 @@ _PIXELS: Final = (
 )
 _NOT_RETURNED: Final = "the graph does not return it; leave it out"
 _CACHE: Final = "the cache is part of the graph; leave it out, or bound it with ctx_len when the package is compiled"
-_COMPILED: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
+_NO_COMPILATION: Final = "nothing is compiled at run time; leave it out, and see model.compile()"
 
 
 def _unsupported_setting(name: str, instead: str, *neutral: Any) -> Refusal:
@@ -122,7 +122,7 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("cache_implementation", _CACHE, "dynamic"),
     **refusals("cache_config max_cache_len past_key_values", _CACHE),
     **refusals("return_legacy_cache", _CACHE, False),
-    **refusals("compile_config", _COMPILED),
+    **refusals("compile_config", _NO_COMPILATION),
     **refusals("continuous_batching_config", "qsample.runtime.Engine does continuous batching; see docs/serving.md"),
     **refusals(
         "output_scores",
@@ -205,7 +205,7 @@ BOOKKEEPING: Final = (
 )
 
 _WEIGHTS: Final = "weights stay mapped from their files, during the export and later; leave it out"
-_QUANTIZED: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
+_QUANTIZE_LATER: Final = 'quantize when you compile: model.compile(weights="int4") or "int8"'
 _ONE_DEVICE: Final = (
     "compile(num_devices=N) cuts a model between layers, for N devices; leave it out"
 )
@@ -219,8 +219,8 @@ _TRANSFORMERS: Final = (
 # Refused arguments of `from_pretrained`.
 FROM_PRETRAINED: Final[Mapping[str, Refusal]] = {
     **refusals("max_memory", _WEIGHTS),
-    **refusals("quantization_config", _QUANTIZED),
-    **refusals("load_in_8bit load_in_4bit", _QUANTIZED, False),
+    **refusals("quantization_config", _QUANTIZE_LATER),
+    **refusals("load_in_8bit load_in_4bit", _QUANTIZE_LATER, False),
     **refusals("tp_plan tp_size", _ONE_DEVICE),
     **refusals("subfolder", _DOWNLOAD, ""),
     **refusals("force_download", _DOWNLOAD, False),

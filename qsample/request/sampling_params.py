@@ -44,7 +44,8 @@ MIN_TOP_P: Final = _FLOAT32_MIN  # Only the likeliest token is in the nucleus.
 _MAX_PENALTY: Final = 1e6
 MAX_TEXT_CHARACTERS: Final = 256  # Longer texts are neither tokens nor words to forbid.
 
-_SAMPLING_ONLY_FIELDS: Final = ("top_h",)  # transformers ignores these in a greedy search.
+# transformers ignores these fields in a greedy search.
+_SAMPLING_ONLY_FIELDS: Final = ("top_h",)
 # Field with a total length → field with a number of new tokens. The number beats the total length,
 # unless a caller gives the total length and only the model has the number.
 _NEW_TOKEN_FIELDS: Final = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}

@@ -1,4 +1,5 @@
-"""A LoRA adapter in the folder that peft wrote → its matrices as a package's graph takes them, checked."""
+"""A LoRA adapter in a folder that peft wrote → its checked matrices, as a package's graph takes
+them."""
 
 from __future__ import annotations
 
@@ -18,18 +19,24 @@ from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
 from qsample.request.refusals import NO_ADAPTERS
 
-_ROOM: Final = 1 << 26  # bytes of a file for its header, and for what this package refuses by name
-_TOO_WIDE: Final = (
-    8  # times the largest rank: such an adapter is refused by its rank, a larger one by its size
-)
+# The bytes of a file for its header, and for matrices that the package refuses by name.
+_HEADER_BYTES: Final = 1 << 26
+# The file of an adapter whose rank exceeds the package's largest rank by at most this factor is read,
+# and the adapter is refused by its rank. A larger file is refused by its size.
+_MAX_RANK_FACTOR: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A loaded adapter, from the folder `path`; requests call it by its `name`.
+    """A loaded adapter.
 
-    sha256: of its matrices: equal for adapters that compute the same, under any names. matrices: by the layer's path, A
-    [r, in] and B [r, out], with the scale, in the package's dtype; bfloat16 as uint16 of its bits.
+    Attributes:
+        name: the name by which requests call it.
+        path: the folder from which it was loaded.
+        sha256: the hash of its matrices. It is equal for adapters that compute the same, under any
+            names.
+        matrices: path of a layer → A [r, in] and B [r, out], multiplied by the scale, in the
+            package's dtype; bfloat16 as uint16 of its bits.
     """
 
     name: str
@@ -39,7 +46,8 @@ class Adapter:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The largest rank in each kind of layers that it changes (`AdapterTarget.kind`)."""
+        """The largest rank for each kind of layers that the adapter changes
+        (`AdapterTarget.kind`)."""
         ranks: dict[str, int] = {}
         for path, (a, _) in self.matrices.items():
             kind = kind_of(path)
@@ -48,12 +56,13 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the matrices."""
+        """The bytes of the matrices."""
         return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
 
 
 def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
-    """The adapter in the folder `path` for a package, under `name`. Raises the errors of `CausalLM.load_adapter`."""
+    """The adapter in the folder `path` for a package, under `name`. Raises the errors of
+    `CausalLM.load_adapter`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
     if not interface.adapters:
@@ -64,16 +73,16 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
         )
     folder = Path(path)
     for file in (CONFIG, WEIGHTS):
-        if not os.path.isfile(folder / file):  # False for names that no file can have, too
+        if not os.path.isfile(folder / file):  # This is False for names that no file can have, too.
             raise QsampleError(
                 f"no LoRA adapter in {folder}: it has no {file}; give a folder that has {CONFIG} and {WEIGHTS}"
             )
     targets = {target.path: target for target in interface.adapters}
-    numbers = interface.features.max_lora_rank * sum(
-        one.in_features + one.out_features for one in interface.adapters
-    )
+    features = sum(target.in_features + target.out_features for target in interface.adapters)
+    matrix_bytes = 4 * interface.features.max_lora_rank * features  # float32
+    max_bytes = _HEADER_BYTES + _MAX_RANK_FACTOR * matrix_bytes
     matrices = {}
-    for change in read_changes(folder / CONFIG, folder / WEIGHTS, _ROOM + _TOO_WIDE * 4 * numbers):
+    for change in read_changes(folder / CONFIG, folder / WEIGHTS, max_bytes):
         target = targets.get(change.path)
         if target is None or change.base is not None:
             raise UnsupportedModelError(
@@ -87,11 +96,14 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
 def _fitted(
     target: AdapterTarget, change: Change, interface: Interface, folder: Path
 ) -> tuple[Array, Array]:
-    """A [r, in] and B [r, out], scaled, as the graph takes them."""
-    a, b, path = change.a, change.b, folder / WEIGHTS
+    """A [r, in] and B [r, out], multiplied by the scale, as the graph takes them."""
+    a = change.a
+    b = change.b
+    path = folder / WEIGHTS
     assert a is not None
     assert b is not None
-    rank, most = len(a), interface.features.max_lora_rank
+    rank = len(a)
+    most = interface.features.max_lora_rank
     if rank > most:
         raise QsampleError(
             f"{folder / CONFIG}: the rank in {target.path} is {rank}, and this package was exported with "
@@ -101,20 +113,24 @@ def _fitted(
     if (list(a.shape), list(b.shape)) != wanted:
         raise QsampleError(
             f"{path}: the matrices of {target.path} are {list(a.shape)} and {list(b.shape)}, and must be {wanted[0]} "
-            f"and {wanted[1]}; give an adapter of this very model, with its own {CONFIG}"
+            f"and {wanted[1]}; give an adapter of this very model, with its {CONFIG}"
         )
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers are refused below
-        scaled = np.float32(change.scale) * floats(b).T
-    return _stored(floats(a), interface.dtype, target, path), _stored(
-        scaled, interface.dtype, target, path
+    with np.errstate(over="ignore", invalid="ignore"):  # `_stored` refuses infinite numbers.
+        scaled_b = np.float32(change.scale) * floats(b).T
+    return (
+        _stored(floats(a), interface.dtype, target, path),
+        _stored(scaled_b, interface.dtype, target, path),
     )
 
 
 def _stored(matrix: Array, dtype: str, target: AdapterTarget, path: Path) -> Array:
-    """A float32 matrix in the package's dtype."""
-    with np.errstate(over="ignore"):
-        kept = matrix.astype(np.float16).astype(np.float32) if dtype == "float16" else matrix
-    if not np.isfinite(kept).all():
+    """A float32 matrix in the package's dtype. Raises QsampleError for numbers that are not finite
+    there."""
+    representable = matrix
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            representable = matrix.astype(np.float16).astype(np.float32)
+    if not np.isfinite(representable).all():
         limits = f"within {dtype}" if np.isfinite(matrix).all() else "finite"
         raise QsampleError(
             f"{path}: a matrix of {target.path}, with its scale, has numbers that are not {limits}; give "

@@ -30,21 +30,28 @@ from qsample.runtime.sequence import (
 )
 
 _WARM_UP_STEPS: Final = 3
-_Seen = tuple[ImagePrompt, Array]
+_ImagesAndFeatures = tuple[ImagePrompt, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One batch size: `rows` prompts of `prompt_tokens` tokens each, and `new_tokens` decode steps that were timed.
+    """The measurement of a batch size.
 
     Attributes:
-        first_token_ms: milliseconds from the prompts to the first token of every row, median of the repetitions.
-        prefill_tokens_per_second: prompt tokens of all rows over that time.
-        decode_ms, decode_ms_p90: milliseconds of a decode step, median and 90th percentile of all steps.
-        tokens_per_second: of all rows together, at the mean step if tokens are guessed, otherwise at the median step.
-        tokens_per_step: tokens of a row and step; 1 without guesses.
-        image_tokens: of `prompt_tokens`, those that stand for an image.
-        vision_ms: milliseconds to the features of an image, median; they are not in first_token_ms.
+        rows: the number of prompts.
+        prompt_tokens: the tokens of each prompt.
+        new_tokens: the number of decode steps that were timed.
+        first_token_ms: the milliseconds from the prompts to the first token of every row, median of
+            the repetitions.
+        prefill_tokens_per_second: the prompt tokens of all rows, divided by that time.
+        decode_ms, decode_ms_p90: the milliseconds of a decode step, median and 90th percentile of
+            all steps.
+        tokens_per_second: the tokens of all rows together, at the mean step if tokens are guessed,
+            otherwise at the median step.
+        tokens_per_step: the tokens of a row and step; 1 without guesses.
+        image_tokens: the number of prompt tokens that stand for an image.
+        vision_ms: the milliseconds to the features of an image, median; first_token_ms does not
+            include them.
     """
 
     rows: int
@@ -61,7 +68,7 @@ class Measurement:
 
 
 class LockStep:
-    """Rows that start together and are read after every step: the decode loop, for measurements.
+    """The decode loop for measurements: rows that start together and are read after every step.
 
     >>> rows = LockStep(model.sessions, [parameters_0, parameters_1], seeds=[0, 1], capacity=256)
     >>> tokens = [rows.prefill([prompt_0, prompt_1]), rows.decode(), rows.decode()]
@@ -75,16 +82,22 @@ class LockStep:
         capacity: int,
         adapters: abc.Sequence[Adapter] = (),
     ) -> None:
-        """Allocate the memory, and capture the steps of a package that is made for it.
-        parameters, seeds: of each row; see `parameter_row`. No row may end before the last step. capacity: T, tokens of
-        a row. adapters: of the rows, in turns."""
-        turns = [
-            adapters[row % len(adapters)] if adapters else None for row in range(len(parameters))
-        ]
-        self._rows = list(zip(parameters, seeds, turns, strict=True))
+        """Allocate the memory, and capture the steps if the package is made for that.
+
+        Args:
+            sessions: the package's sessions.
+            parameters, seeds: the parameters and the seed of each row; see `parameter_row`. No row
+                may end before the last step.
+            capacity: T, the tokens of a row.
+            adapters: the adapters, which the rows use in turns.
+        """
+        adapters_of_rows: list[Adapter | None] = [None] * len(parameters)
+        if adapters:
+            adapters_of_rows = [adapters[row % len(adapters)] for row in range(len(parameters))]
+        self._rows = list(zip(parameters, seeds, adapters_of_rows, strict=True))
         self._sequences: list[Sequence] = []
         self._slots = Slots(sessions, len(self._rows), capacity)
-        for row, values in enumerate(parameters):  # they decide which graphs are captured
+        for row, values in enumerate(parameters):  # The values decide which graphs are captured.
             self._slots.set_parameters(row, values)
         if not self._slots.prepared:
             self._slots.prepare()
@@ -93,9 +106,18 @@ class LockStep:
             self._slots, scheduler, lambda sequence: None, double_buffering=False
         )
 
-    def prefill(self, prompts: abc.Sequence[Array], images: abc.Sequence[_Seen] = ()) -> Array:
-        """Read each row's prompt, [n] int64, and sample its first token: [B] int64. images: of each row, with their
-        features."""
+    def prefill(
+        self, prompts: abc.Sequence[Array], images: abc.Sequence[_ImagesAndFeatures] = ()
+    ) -> Array:
+        """Read the prompts, and sample the first token of each row.
+
+        Args:
+            prompts: the prompt of each row, [n] int64.
+            images: the images of each row, with their features.
+
+        Returns:
+            The tokens, [B] int64.
+        """
         for row, (prompt, (values, seed, adapter)) in enumerate(
             zip(prompts, self._rows, strict=True)
         ):
@@ -132,10 +154,22 @@ def measure(
     adapters: abc.Sequence[Adapter] = (),
     image: tuple[int, int] | None = None,
 ) -> Measurement:
-    """Generate from random prompts and time every call. Raises ValueError if the prompt and the new tokens do not fit.
-    params: how to sample, by default greedily; stop tokens are ignored, so that every row runs to its end. adapters:
-    LoRA adapters of the rows, in turns, at most the package's `max_loras`. image: width and height of a random image
-    before each prompt, whose tokens are in addition to `prompt_tokens`. The numbers are at least 1."""
+    """Generate from random prompts, and time every call.
+
+    Args:
+        model: the model.
+        rows: the number of prompts, >= 1.
+        prompt_tokens: the tokens of each prompt, >= 1.
+        new_tokens: the number of decode steps to time, >= 1.
+        params: the sampling parameters; by default greedy. Stop tokens are ignored, so that every
+            row runs to its end.
+        repetitions: the number of runs, >= 1, after a run that warms up.
+        adapters: LoRA adapters, at most the package's `max_loras`, which the rows use in turns.
+        image: the width and height of a random image before each prompt. Its tokens are in
+            addition to `prompt_tokens`.
+
+    Raises ValueError if the prompt and the new tokens do not fit.
+    """
     counts = {
         "rows": rows,
         "prompt_tokens": prompt_tokens,
@@ -151,8 +185,10 @@ def measure(
     if image is not None:
         prompts, images = _with_images(model, texts, image, random)
         prompt_tokens = len(prompts[0])
-    most = 1 + params.prompt_lookup_num_tokens if params is not None else 1  # tokens of a step
-    needed = prompt_tokens + most * (new_tokens + _WARM_UP_STEPS) + 1
+    tokens_per_step = 1
+    if params is not None:
+        tokens_per_step += params.prompt_lookup_num_tokens
+    needed = prompt_tokens + tokens_per_step * (new_tokens + _WARM_UP_STEPS) + 1
     capacity = model.capacity(needed)
     if capacity < needed:
         raise ValueError(
@@ -175,29 +211,32 @@ def measure(
     first_token: list[float] = []
     steps: list[float] = []
     drafts = NO_DRAFTS
-    for repetition in range(repetitions + 1):  # the first warms up
+    for repetition in range(repetitions + 1):  # The first repetition warms up.
         loop = LockStep(model.sessions, parameters, list(range(rows)), capacity, adapters)
-        seen = list[_Seen]()
+        images_of_rows: list[_ImagesAndFeatures] = []
+        vision_seconds = 0.0
         if image is not None:
-            prompts, images = _with_images(
-                model, texts, image, random
-            )  # others: features of the same are kept
+            # Each repetition has other images, because the features of an image are cached.
+            prompts, images = _with_images(model, texts, image, random)
             start = time.perf_counter()
-            seen += [(own, model.images.features(own)) for own in images]
-            vision += [(time.perf_counter() - start) / rows] * (repetition > 0)
-        first = _seconds(partial(loop.prefill, prompts, seen))
+            images_of_rows = [(own, model.images.features(own)) for own in images]
+            vision_seconds = (time.perf_counter() - start) / rows
+        first_seconds = _seconds(partial(loop.prefill, prompts, images_of_rows))
         for _ in range(_WARM_UP_STEPS):
             loop.decode()
-        before = loop.drafts
-        taken = [_seconds(loop.decode) for _ in range(new_tokens)]
-        if repetition:
-            first_token.append(first)
-            steps += taken
-            drafts += loop.drafts - before
-    first, step = float(np.median(first_token)), float(np.median(steps))
-    mean = (
-        float(np.mean(steps)) if drafts.num_drafts else step
-    )  # a step costs as much as it has guesses
+        drafts_before = loop.drafts
+        step_seconds = [_seconds(loop.decode) for _ in range(new_tokens)]
+        if repetition == 0:
+            continue
+        if image is not None:
+            vision.append(vision_seconds)
+        first_token.append(first_seconds)
+        steps += step_seconds
+        drafts += loop.drafts - drafts_before
+    first = float(np.median(first_token))
+    step = float(np.median(steps))
+    # The time of a step depends on the number of its guesses.
+    mean = float(np.mean(steps)) if drafts.num_drafts else step
     return Measurement(
         rows=rows,
         prompt_tokens=prompt_tokens,
@@ -216,7 +255,8 @@ def measure(
 def _with_images(
     model: CausalLM, texts: abc.Sequence[Array], size: tuple[int, int], random: np.random.Generator
 ) -> tuple[list[Array], list[ImagePrompt]]:
-    """Prompts of a random image and a text each, [n] int64. Raises ValueError if the package reads text only."""
+    """Prompts of a random image and a text each, [n] int64. Raises ValueError if the package reads
+    text only."""
     width, height = size
     prompts, images = [], []
     for text in texts:
@@ -235,7 +275,8 @@ def _with_images(
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held at once, mapped files included; 0 if that is unknown."""
+    """The most bytes of memory that this process has held at once, mapped files included; 0 if that
+    is unknown."""
     if sys.platform == "win32":
         return 0
     import resource

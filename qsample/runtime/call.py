@@ -330,7 +330,7 @@ def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
     return int(value)
 
 
-_ACCEPTED: Final = (
+_ACCEPTED_PROMPTS: Final = (
     "give a text, token ids, a list of either, a 2-D integer array (with attention_mask if it is padded), or chat "
     'messages [{"role": ..., "content": ...}]'
 )
@@ -469,7 +469,7 @@ def _items(inputs: Any) -> Sequence[Any]:
     if isinstance(inputs, str) or is_chat(inputs) or _is_ids(inputs):
         return [inputs]
     if isinstance(inputs, Mapping | bytes) or not isinstance(inputs, Sequence):
-        raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED}")
+        raise ValueError(f"inputs is a {type(inputs).__name__}; {_ACCEPTED_PROMPTS}")
     return inputs
 
 
@@ -504,7 +504,7 @@ def _row(
             raise ValueError(
                 f"prompt {index} has token id {largest}; no model has so many tokens"
             ) from None
-    raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED}")
+    raise ValueError(f"prompt {index} is {shown(item)}; {_ACCEPTED_PROMPTS}")
 
 
 def is_chat(value: Any) -> bool:

@@ -161,12 +161,18 @@ def load(
 
 
 class CausalLM(ModelMethods):
-    """A loaded package. It pickles as the arguments of `load`, and is opened again from the
+    """A loaded package. It is pickled as the arguments of `load`, and opened again from the
     package's path.
 
-    package: its folder and manifest. tokenizer: None if it was exported without a tokenizer.
-    config: the model's config.json. sessions: the graphs. images: what it makes of images.
-    batch_size: most rows of a call; None for any number.
+    Attributes:
+        package: the package's folder and manifest.
+        interface: the inputs, states and outputs of the graph.
+        features: the features of the graph.
+        tokenizer: the tokenizer; None if the package was exported without a tokenizer.
+        config: the model's config.json.
+        sessions: the graphs.
+        images: the reader of images.
+        batch_size: the most rows of a batch; None for any number.
     """
 
     def __init__(
@@ -178,8 +184,16 @@ class CausalLM(ModelMethods):
         open_vision: abc.Callable[[], VisionEncoder] | None = None,
         loaded_with: Mapping[str, Any] | None = None,
     ) -> None:
-        """ctx_len: of a portable package, see `load`. open_vision: see `ImageReader`. loaded_with:
-        the arguments of `load` but the path; without them, the model cannot be pickled."""
+        """Make a model of opened sessions; see `load`.
+
+        Args:
+            package: the package.
+            sessions: the package's sessions.
+            ctx_len: the tokens of a row, for a portable package.
+            open_vision: opens vision.onnx, see `ImageReader`.
+            loaded_with: the arguments of `load` except the path. Without them, the model cannot be
+                pickled.
+        """
         self.package = package
         self.interface: Interface = package.interface
         self.features = self.interface.features
@@ -195,7 +209,7 @@ class CausalLM(ModelMethods):
         self._adapters: dict[str, Adapter] = {}
         self.images = ImageReader(package, open_vision)
         self._loaded_with = loaded_with
-        self._advice = faster_way(package)  # for the first call
+        self._advice = faster_way(package)  # The first call shows it.
 
     def __repr__(self) -> str:
         return f"CausalLM({self.package.summary}, on {self.device})"
@@ -262,45 +276,46 @@ class CausalLM(ModelMethods):
         Args:
             inputs: a text, token ids, a 1-D or 2-D integer array, chat messages, or a list of any
                 of these.
-            params: for all rows, or a list with the parameters of each prompt. By default the
-                model's generation_config, with `options` on top.
+            params: the parameters of all rows, or a list with the parameters of each prompt. By
+                default the model's generation_config, with `options` on top.
             attention_mask: 0 for each token of the inputs that is padding, with their shape. By
                 default as transformers infers it for a block [rows, tokens]: the pad token is
                 padding, unless it is a stop token, too. In a single row without that axis, and in
                 rows of different lengths, every token is read.
-            images: of a prompt, an image or a list; of several prompts, a list with the images of
-                each. An image is a path, the bytes of a file, an image of Pillow, or an array
-                [height, width, 3] uint8. They stand where the prompt has places for them, see
-                docs/images.md; otherwise before a text.
+            images: the images of a prompt, an image or a list; for several prompts, a list with the
+                images of each. An image is a path, the bytes of a file, an image of Pillow, or an
+                array [height, width, 3] uint8. Images take the places that the prompt has for
+                them, see docs/images.md; without places, they come before a text.
             streamer: gets the prompt and then every token, as in Hugging Face; for a single prompt.
-            seed: of the first row, the next rows taking the numbers after it; or a list with the
-                seed of each row. By default the seeds of `params`, otherwise fresh seeds. A row
-                depends on its seed only, not on the batch.
-            allowed_tokens: int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a
+            seed: the seed of the first row, after which the seeds of the next rows are counted; or
+                a list with the seed of each row. By default the seeds of `params`, otherwise fresh
+                seeds. A row depends on its seed only, not on the batch.
+            allowed_tokens: an int32 bitmask of the tokens that may be sampled, [W] or [B, W]; or a
                 function that writes the mask of each next token, see `AllowedTokensFn`. Needs the
                 feature.
-            prefill_chunk_size: most tokens of short prompts that are read in a call; by default,
-                only as many as make it faster. A prompt is read in pieces (`sessions.prompts.piece_size`
-                tokens) in any case.
-            flush_every: decode steps between two reads of the sampled tokens and the optional
-                outputs; by default 1 on the CPU, 4 elsewhere. It changes no token, only how many
-                come at once. If the tokens of every step are needed, as by a function for
-                allowed_tokens, these are read every step, and the outputs as before.
-            double_buffering: start the next step while the tokens of the last step are read and
-                streamed; False waits.
-            stop_strings: texts that end a row; by default those of the generation_config. `texts`
-                is cut off before the first complete stop string; `token_ids` goes on to the token
-                that completes it.
-            return_dict_in_generate: False for the `sequences` alone, without the attributes of the
-                output.
-            options: fields of SamplingParams, or do_sample, in place of `params`; as in
-                `SamplingParams.from_generation_config`. With chat messages also the fields of
-                `ChatOptions`. And transformers' own: input_ids, for inputs; generation_config, an
-                object, a mapping or a path, on top of the model's; pad_token_id; bos_token_id;
-                tokenizer, if the package has none; max_time, in seconds; stopping_criteria, see
-                `BatchEnd`; logits_processor, see `LogitsProcessors`; num_return_sequences, rows of
-                each prompt, next to each other, from a single reading of it. docs/transformers.md
-                has the rest.
+            prefill_chunk_size: the most tokens of short prompts that are read in a call; by
+                default, only as many as make it faster. A prompt is always read in pieces
+                (`sessions.prompts.piece_size` tokens).
+            flush_every: the number of decode steps between two reads of the sampled tokens and the
+                optional outputs; by default 1 on the CPU, 4 elsewhere. It changes no token, only
+                how many come at once. If the tokens of every step are needed, for example by a
+                function for allowed_tokens, tokens are read every step, and outputs as before.
+            double_buffering: whether the next step starts while the tokens of the last step are
+                read and streamed; False waits.
+            stop_strings: the texts that end a row; by default those of the generation_config.
+                `texts` is cut off before the first complete stop string; `token_ids` goes on to the
+                token that completes it.
+            return_dict_in_generate: False returns the `sequences` only, without the attributes of
+                the output.
+            options: attention_mask, images, seed, allowed_tokens, stop_strings and
+                return_dict_in_generate, described above. Fields of SamplingParams, or do_sample, in
+                place of `params`, as in `SamplingParams.from_generation_config`. With chat
+                messages, also the fields of `ChatOptions`. And transformers' arguments: input_ids,
+                for inputs; generation_config, an object, a mapping or a path, on top of the
+                model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time,
+                in seconds; stopping_criteria, see `BatchEnd`; logits_processor, see
+                `LogitsProcessors`; num_return_sequences, the number of adjacent rows of each
+                prompt, which is read once. docs/transformers.md has the others.
 
         A row ends at a stop token, at its maximum length (by default the model's, otherwise 256 new
         tokens), or if the context length is full.
@@ -317,7 +332,7 @@ class CausalLM(ModelMethods):
             self._advice = None
         call = self.read(inputs, params, **options)
         sequences, guide = self.prepare(call)
-        self.images.see(sequences)
+        self.images.compute_features(sequences)
         pad = self.package.manifest.token_ids.pad if call.fill is None else call.fill
         end = None
         if call.stopping_criteria is not None or call.max_time is not None:
@@ -391,6 +406,7 @@ class CausalLM(ModelMethods):
     def read(self, inputs: Any = None, params: Any = None, **options: Any) -> Call:
         """A `Call` of the arguments of `generate` and the generation_config. Raises ValueError for
         a wrong argument."""
+        # Without stop_strings, those of the generation_config count.
         if options.get("stop_strings") is None:
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
@@ -409,36 +425,37 @@ class CausalLM(ModelMethods):
         """Load a LoRA adapter, for requests that name it. It may be done while requests run.
 
         Args:
-            adapter_name: a new name.
-            path: a folder that peft wrote: `adapter_config.json` and `adapter_model.safetensors`.
-            hotswap: replace an adapter of that name; requests that run with it go on to their end.
+            adapter_name: the name by which requests call the adapter.
+            path: a folder that peft wrote, with `adapter_config.json` and
+                `adapter_model.safetensors`.
+            hotswap: whether the adapter may replace an adapter of that name; requests that run with
+                the old adapter go on to their end.
 
         Raises:
-            ValueError: If the name is taken or not a text, the path is none, or the package takes
-                no adapters.
+            ValueError: If the name is taken or not a text, the path is not a path, or the package
+                takes no adapters.
             UnsupportedModelError: If the adapter is more than plain LoRA, or changes layers that
                 the package keeps.
             QsampleError: If a file is missing or damaged, or the adapter is of another model or too
                 large.
         """
         if not hotswap and isinstance(adapter_name, str) and adapter_name in self._adapters:
-            raise _taken(adapter_name)
+            raise _name_taken(adapter_name)
         adapter = read_adapter(adapter_name, path, self.interface)
         if hotswap:
             self._adapters[adapter_name] = adapter
-        elif (
-            self._adapters.setdefault(adapter_name, adapter) is not adapter
-        ):  # it was loaded meanwhile
-            raise _taken(adapter_name)
+        elif self._adapters.setdefault(adapter_name, adapter) is not adapter:
+            # Another thread has loaded an adapter of that name meanwhile.
+            raise _name_taken(adapter_name)
         return adapter
 
     def unload_adapter(self, adapter_name: str) -> None:
-        """Forget the LoRA adapter `adapter_name`; requests that run with it go on. ValueError for
-        an unknown name."""
+        """Forget the LoRA adapter `adapter_name`; requests that run with it go on. Raises
+        ValueError for an unknown name."""
         if not isinstance(adapter_name, str) or self._adapters.pop(adapter_name, None) is None:
-            there = ", ".join([*self._adapters]) or "none"
+            loaded = ", ".join(self._adapters) or "none"
             raise ValueError(
-                f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {there}"
+                f"adapter_name is {shown(adapter_name)}; give the name of a loaded adapter: {loaded}"
             )
 
     def prepare(
@@ -478,18 +495,17 @@ class CausalLM(ModelMethods):
         `Engine(prefixes=[...])`.
 
         A prompt that begins with the same tokens continues from there, in any process, and gets the
-        tokens that it gets without the file. Prompts are read in pieces (`sessions.prompts.piece_size`
-        tokens), and whole pieces are saved.
+        tokens that it gets without the file. Prompts are read in pieces
+        (`sessions.prompts.piece_size` tokens), and whole pieces are saved.
 
         Args:
-            inputs: a text, token ids, or chat messages. Of messages, the beginning of all
-                conversations which begin with them is saved: their common tokens, before any
-                continuation.
-            path: of the file, in safetensors' format; a file of that name is replaced.
-            adapter: the name of a loaded adapter; the file is for prompts with the same adapter,
+            inputs: a text, token ids, or chat messages. For messages, the tokens are saved that all
+                conversations share which begin with them, before any continuation.
+            path: the path of the file, in safetensors' format; a file of that name is replaced.
+            adapter: the name of a loaded adapter. The file is for prompts with the same adapter,
                 under any name.
             progress: called with a stage's name and the fraction done, in [0, 1].
-            options: of chat messages, and images, as in `generate`.
+            options: the options of chat messages, and images, as in `generate`.
 
         Returns:
             The number of tokens in the file.
@@ -540,8 +556,8 @@ class CausalLM(ModelMethods):
     def _common_beginning(
         self, inputs: Any, options: Mapping[str, Any], pieces: Pieces
     ) -> tuple[Prompt, int, int]:
-        """A prompt, the number of its tokens that do not depend on later chat messages, and those
-        in whole pieces."""
+        """A prompt, the number of its tokens that do not depend on later chat messages, and the
+        number of those tokens that are in whole pieces."""
 
         def read(inputs: Any, **more: Any) -> Prompt:
             call = self.read(inputs, max_new_tokens=1, **options, **more)
@@ -560,20 +576,23 @@ class CausalLM(ModelMethods):
             prompt = read(inputs)
             return prompt, len(prompt.ids), pieces.begin(prompt.identities, len(prompt.ids))
         role = "assistant" if inputs[-1].get("role") == "user" else "user"
-        # Of any two texts that begin with different letters.
-        one, other = (
-            read([*inputs, {"role": role, "content": text}], add_generation_prompt=False)
-            for text in ("A", "7")
-        )
-        both = other.identities, one.identities
-        return one, shared_prefix(*both), shared_pieces(*both, pieces)
+
+        def read_with(text: str) -> Prompt:
+            message = {"role": role, "content": text}
+            return read([*inputs, message], add_generation_prompt=False)
+
+        # Any two texts would do that begin with different letters.
+        one = read_with("A")
+        other = read_with("7")
+        common = shared_prefix(other.identities, one.identities)
+        return one, common, shared_pieces(other.identities, one.identities, pieces)
 
     def _take_slots(self, count: int, capacity: int, flush_every: int) -> Slots:
         """Slots that were captured before, or new slots."""
         captured = self._captured.pop((count, capacity, flush_every), None)
         if captured is not None:
             return captured
-        self._captured.clear()  # the memory of a single batch at a time
+        self._captured.clear()  # Only one batch at a time may hold memory.
         return Slots(self.sessions, count, capacity, flush_every=flush_every)
 
     def capacity(self, tokens: int) -> int:
@@ -647,7 +666,7 @@ class _Batch:
             self.streamer.put(np.array([token], dtype=np.int64))
 
 
-def _taken(adapter_name: str) -> ValueError:
+def _name_taken(adapter_name: str) -> ValueError:
     return ValueError(
         f"an adapter {shown(adapter_name)} is loaded already; give another name, unload it first, or replace it with "
         "hotswap=True"

@@ -1,9 +1,8 @@
-"""Continuous batching: prompts come at any time, from any thread, and their tokens go out as they
-are sampled.
+"""Continuous batching: prompts come at any time, from any thread, and their tokens are delivered as
+they are sampled.
 
 The engine runs the decode loop on a separate thread. If readers of requests drove the loop, all
-requests would wait while a reader is busy elsewhere, and an event loop would be blocked during
-every step.
+requests would wait while a reader is busy, and an event loop would be blocked during every step.
 """
 
 from __future__ import annotations
@@ -30,16 +29,22 @@ from qsample.errors import (
 )
 from qsample.request.sampling_params import NUM_SEEDS, SamplingParams
 from qsample.runtime.call import Call
-from qsample.runtime.callbacks import INSTEAD, Guide
+from qsample.runtime.callbacks import LOGITS_PROCESSOR_ADVICE, Guide
 from qsample.runtime.causal_lm import CausalLM
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import DEFAULT_BYTES, StoredPrefixes
-from qsample.runtime.request import CANCELLED, TIME, EngineStats, Request, RequestOutput
+from qsample.runtime.request import (
+    CANCELLED_REASON,
+    TIME_REASON,
+    EngineStats,
+    Request,
+    RequestOutput,
+)
 from qsample.runtime.sequence import Sequence
 
-DEFAULT_SLOTS: Final = 8  # if neither the caller nor the package chooses
+DEFAULT_SLOTS: Final = 8  # This holds if neither the caller nor the package chooses.
 # Tokens of a slot, if neither the caller nor the package chooses; fewer if the model knows fewer
 # positions.
 _DEFAULT_CTX_LEN: Final = 4096
@@ -93,14 +98,14 @@ class EngineOptions:
 
 
 class Engine:
-    r"""Runs many requests in the slots of one batch; each joins when a slot is free and leaves when
-    it ends.
+    r"""Runs many requests in the slots of a batch; a request joins when a slot is free, and leaves
+    when it ends.
 
     A request's tokens depend on its prompt, parameters and seed only: not on its neighbours, its
-    slot, the time at which it joined, or earlier requests; docs/serving.md lists the exceptions, a
-    last bit in some kernels. Of a prompt that begins like another, of a request that runs or that
-    ended, only the rest is read. Sampled tokens are read again if a prompt repeats them, unless
-    `reuse_sampled_tokens` is set.
+    slot, the time at which it joined, or earlier requests. docs/serving.md lists the exceptions: in
+    some kernels, a last bit differs. If a prompt begins like the prompt of another request, which
+    may have ended, only its other tokens are read. Sampled tokens are read again if a prompt
+    repeats them, unless `reuse_sampled_tokens` is set.
 
     >>> with Engine(load("package"), slots=8) as engine:
     ...     request = engine.add_request("In the beginning", max_new_tokens=64, temperature=0.8, stop_strings="\n\n")
@@ -154,8 +159,8 @@ class Engine:
         self._model = model
         loop = self._make_loop(chosen)
         self._prefixes = loop.prefixes
-        self._changed = threading.Condition()  # guards the next six
-        self._requests: dict[Sequence, Request] = {}  # until they end
+        self._changed = threading.Condition()  # It guards the next six.
+        self._requests: dict[Sequence, Request] = {}  # A request is here until its end.
         self._added: list[Sequence] = []
         # Whether a request that ended, and is no longer in `_requests`, is still being finished.
         self._finishing = False
@@ -169,7 +174,7 @@ class Engine:
         # The threads that add requests write it, the engine's thread reads it.
         self._guides: dict[Sequence, Guide] = {}
         # Only the engine's thread uses these two.
-        self._deadlines: dict[Sequence, float] = {}  # on `time.perf_counter`
+        self._deadlines: dict[Sequence, float] = {}  # seconds of `time.perf_counter`
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()
@@ -232,20 +237,20 @@ class Engine:
         Args:
             inputs: a text, token ids, or chat messages.
             params, seed, stop_strings, options: as in `CausalLM.generate`, options of chat messages
-                included. max_time counts from now on, waiting included.
-            allowed_tokens: as in `CausalLM.generate`, for a batch of this row. A function is called
-                on the engine's thread between two steps, so all requests wait for it. Its
-                exceptions end this request alone. It must not wait for the engine that calls it:
+                included. max_time counts from the addition, so it includes the waiting.
+            allowed_tokens: as in `CausalLM.generate`, for a batch of this row. The engine's thread
+                calls a function between two steps, so all requests wait for it. Its exceptions only
+                end this request. If it waits for the engine that calls it, that raises
                 RuntimeError.
-            timeout: seconds to wait while `slots` requests run and `max_waiting` wait; by default
-                without limit; 0 = not at all.
-            priority: waiting requests with the lowest number get slots first, and of equals the
-                earliest.
-            cancel_if_abandoned: cancel the request when its last reader gives up, see `Request`;
-                False lets it go on.
+            timeout: the seconds to wait while `slots` requests run and `max_waiting` wait; by
+                default without limit; 0 = no wait.
+            priority: the rank among waiting requests. The lowest number gets a slot first; among
+                equal numbers, the earliest request does.
+            cancel_if_abandoned: whether the request is cancelled when its last reader gives up, see
+                `Request`; False lets it go on.
 
-        Images of the prompt are computed in the calling thread, once it has its place among those
-        that run or wait.
+        The calling thread computes the features of the prompt's images, after the engine has taken
+        the request.
 
         Raises ValueError if an argument is wrong or the prompt does not fit, QueueFullError after
         `timeout`, and EngineClosedError if the engine takes no requests any more, or in a fork of
@@ -274,16 +279,17 @@ class Engine:
         cancel_if_abandoned: bool = True,
         **options: Any,
     ) -> list[Request]:
-        """Add several requests of one prompt, all of them or none; it is read once, and the other
-        slots get copies. Arguments and errors are as in `add_request`, but for these.
+        """Add several requests of a prompt, all of them or none. The prompt is read once, and the
+        other slots get copies. Arguments and errors are as in `add_request`, except for these.
 
         Args:
-            num_return_sequences: how many, at most `slots` and `max_waiting` together. Greedy
-                requests would all be the same: ValueError.
-            seed: of the first, the next requests taking the numbers after it; or a list with a seed
-                for each. Each gives the tokens that `add_request` gives with that seed.
+            num_return_sequences: the number of requests, at most `slots` and `max_waiting`
+                together. Greedy requests raise ValueError, because they would all be the same.
+            seed: the seed of the first request, after which the seeds of the next requests are
+                counted; or a list with a seed for each. With that seed, `add_request` gives the
+                same tokens.
             allowed_tokens: as in `CausalLM.generate`, for a batch of these rows. An exception of a
-                function ends all.
+                function ends all requests.
         """
         call = self._model.read(
             inputs,
@@ -309,17 +315,19 @@ class Engine:
     ) -> abc.Iterator[RequestOutput | Exception]:
         """Continue many prompts, and yield their outputs in the order of the prompts.
 
-        `prompts` and `each` are read ahead of the outputs, as far as the engine has room; outputs
+        `prompts` and `each` are read ahead of the outputs, as far as the engine has room. Outputs
         that have to wait for an earlier prompt are kept. Closing the iterator cancels the prompts
         whose outputs it has not yielded.
 
         Args:
-            prompts: each as in `add_request`.
+            prompts: the prompts, each as in `add_request`.
             params, options: arguments of `add_request`, for every prompt.
-            each: for each prompt a mapping of further, or other, arguments of `add_request`.
-            seed: of the first prompt, by default fresh; the next prompts take the numbers after it.
-            return_errors: yield the exception of a prompt that is not valid or failed in place of
-                its output, and go on. False raises it at its place, and ends.
+            each: a mapping for each prompt, with further arguments of `add_request`, which take
+                precedence.
+            seed: the seed of the first prompt, after which the seeds of the next prompts are
+                counted; by default fresh seeds.
+            return_errors: True yields the exception of a prompt that is invalid or failed in place
+                of its output, and goes on. False raises it, and ends.
 
         Raises EngineClosedError if the engine closes or fails, and ImportError and MemoryError,
         even with `return_errors`; ValueError if `each` is shorter or longer than `prompts`.
@@ -356,7 +364,7 @@ class Engine:
         cancel_if_abandoned: bool = True,
     ) -> list[Request]:
         """Add the requests of a call with a single prompt, all of them or none, with the arguments
-        and errors of `add_request`. call: from `CausalLM.read`, or made by the caller."""
+        and errors of `add_request`. call: a result of `CausalLM.read`, or made by the caller."""
         self._check_waiting()
         if self.closed:
             raise self._closed_error()
@@ -394,7 +402,7 @@ class Engine:
                 self._added += sequences
                 self._changed.notify_all()
         if has_images:
-            self._see(sequences)
+            self._add_with_images(sequences)
         return list(requests.values())
 
     @property
@@ -416,25 +424,25 @@ class Engine:
                 "again later, give a longer timeout, or raise max_waiting"
             )
 
-    def _see(self, sequences: list[Sequence]) -> None:
-        """Compute the image features of requests, which have their room, and let them wait for
-        slots; none of them if that fails."""
+    def _add_with_images(self, sequences: list[Sequence]) -> None:
+        """Compute the image features of requests that the engine has taken, and let the requests
+        wait for slots. If that fails, cancel them."""
         try:
-            self._model.images.see(sequences)
+            self._model.images.compute_features(sequences)
         except BaseException:
             with self._changed:
                 self._cancelled.extend(sequences)
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._added += [
-                one for one in sequences if one in self._requests
-            ]  # the engine may have closed
+            # The engine may have closed meanwhile.
+            self._added += [sequence for sequence in sequences if sequence in self._requests]
             self._changed.notify_all()
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no requests any more: it was closed or drained, or its graph failed."""
+        """Whether the engine takes no more requests: it was closed or drained, or its graph
+        failed."""
         return self._closed or self._draining
 
     def stats(self) -> EngineStats:
@@ -444,14 +452,20 @@ class Engine:
             requests = list(self._requests.items())
         running = [sequence for sequence, request in requests if request.running]
         waiting = [sequence for sequence, request in requests if not request.running]
-        counts = self.slots, self.max_waiting, len(running), len(waiting)
         return EngineStats(
-            *counts, _adapters_of(running), _adapters_of(waiting), replace(self._prefixes)
+            slots=self.slots,
+            max_waiting=self.max_waiting,
+            running=len(running),
+            waiting=len(waiting),
+            running_adapters=_adapters_of(running),
+            waiting_adapters=_adapters_of(waiting),
+            prefixes=replace(self._prefixes),
         )
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no requests any more, and wait until the added requests have ended; then `close` it.
-        Returns whether they have, after `timeout` seconds at most, by default without limit."""
+        """Take no more requests, and wait until the added requests have ended; then `close` the
+        engine. Returns whether they have ended. timeout: the most seconds to wait; by default
+        without limit."""
         seconds = checked_timeout(timeout)
         self._check_waiting()
         with self._changed:
@@ -463,15 +477,16 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, end the thread and release the batch's memory. The model remains
-        usable. On the engine's own thread, in a function of a request, it does not wait. In a fork
-        it does nothing; the engine goes on."""
+        usable. On the engine's thread, in a function of a request, this does not wait. In a fork it
+        does nothing; the engine goes on."""
         if os.getpid() == self._process:
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
             if threading.current_thread() is not self._thread:
                 self._thread.join()
-        atexit.unregister(self.close)  # not where ctrl-C ended the wait
+        # If ctrl-C ended the wait, this is not reached, and the interpreter's end waits again.
+        atexit.unregister(self.close)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -490,19 +505,21 @@ class Engine:
             )
 
     def _closed_error(self) -> QsampleError:
-        return (
-            self._failure or Failure(EngineClosedError, "the engine is closed; make a new one")
-        ).error()
+        failure = self._failure
+        if failure is None:
+            failure = Failure(EngineClosedError, "the engine is closed; make a new one")
+        return failure.error()
 
-    # From here on, the engine's thread.
+    # Only the engine's thread calls the methods below.
 
     def _serve(self) -> None:
+        """Run the loop until the engine is closed."""
         assert self._loop is not None
         try:
             with self._loop as loop:
                 while self._take_changes(loop):
                     loop.step()
-        except BaseException as error:  # no reader may be left waiting
+        except BaseException as error:  # No reader may be left waiting.
             self._failure = Failure.of(
                 EngineClosedError,
                 "the engine ended because its graph failed ({}); make a new one",
@@ -512,14 +529,14 @@ class Engine:
             self._closed = True
             self._changed.notify_all()
         for sequence in list(self._requests):
-            self._end(sequence, self._failure or CANCELLED)
+            self._end(sequence, self._failure or CANCELLED_REASON)
         self._loop = None
         if self._stored is not None:
             self._stored.close()
 
     def _take_changes(self, loop: DecodeLoop) -> bool:
-        """Wait for something to do, and bring the loop up to date. False if the engine is to
-        end."""
+        """Wait for something to do, and bring the loop up to date. Returns False if the engine has
+        to end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or self._added or self._cancelled or loop.busy
@@ -529,52 +546,61 @@ class Engine:
             # Cancelled requests first: they were added before, so they are in `_added` or in the
             # loop; or their images are still computed, and they will not be added.
             cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
-            added, self._added = self._added, []
+            added = self._added
+            self._added = []
         for sequence in added:
             max_time = sequence.request.max_time
             if max_time is not None:
                 self._deadlines[sequence] = self._requests[sequence].added_at + max_time
             loop.add(sequence)
+        for sequence in cancelled:
+            self._leave(loop, sequence, CANCELLED_REASON)
         now = time.perf_counter()
-        late = sorted(
-            (one for one, end in self._deadlines.items() if end <= now),
-            key=self._deadlines.__getitem__,
-        )
-        for reason, ending in ((CANCELLED, cancelled), (TIME, late)):
-            for sequence in ending:
-                if sequence in self._requests:  # it has not ended meanwhile
-                    loop.leave(sequence)
-                    self._end(sequence, reason)
+        late = [(end, sequence) for sequence, end in self._deadlines.items() if end <= now]
+        for _, sequence in sorted(late, key=lambda item: item[0]):
+            self._leave(loop, sequence, TIME_REASON)
         return True
 
+    def _leave(self, loop: DecodeLoop, sequence: Sequence, reason: str) -> None:
+        """Take a sequence out of the loop and end its request, unless it has ended meanwhile."""
+        if sequence in self._requests:
+            loop.leave(sequence)
+            self._end(sequence, reason)
+
     def _deliver(self, sequence: Sequence) -> None:
+        """Publish the new tokens of a sequence, write its next mask, and end it if it has ended."""
         assert self._loop is not None
-        request, guide = self._requests[sequence], self._guides.get(sequence)
-        together = [sequence]  # an error ends all of these
-        failed = "the request's text cannot be decoded ({})"
+        request = self._requests[sequence]
+        guide = self._guides.get(sequence)
+        affected = [sequence]  # An error ends all of these.
+        message = "the request's text cannot be decoded ({})"
         try:
             request.update()
             if guide is not None and not sequence.ended:
-                failed = "the request's function for allowed_tokens raised {}"
-                together = [each for each in guide.sequences if each in self._requests]
+                message = "the request's function for allowed_tokens raised {}"
+                affected = [one for one in guide.sequences if one in self._requests]
                 guide.update(self._loop.set_parameter, self._loop.read_outputs)
-        except BaseException as error:  # SystemExit, too: other requests go on
-            for one in together:
+        except BaseException as error:  # Other requests go on, even after a SystemExit.
+            for one in affected:
                 self._loop.leave(one)
-                self._end(one, Failure.of(RequestFailedError, failed, error))
+                self._end(one, Failure.of(RequestFailedError, message, error))
             return
         if sequence.ended:
             self._loop.leave(sequence)
             self._end(sequence, sequence.finish_reason)
 
-    def _end(self, sequence: Sequence, why: str | Failure) -> None:
-        """Remove the request before finishing it, so that a caller who sees it end can add
-        another."""
+    def _end(self, sequence: Sequence, reason: str | Failure) -> None:
+        """End a request. It is removed before it is finished, so that a caller who sees it end can
+        add another request."""
         self._guides.pop(sequence, None)
         self._deadlines.pop(sequence, None)
         with self._changed:
-            request, self._finishing = self._requests.pop(sequence), True
-        request.fail(why) if isinstance(why, Failure) else request.finish(why)
+            request = self._requests.pop(sequence)
+            self._finishing = True
+        if isinstance(reason, Failure):
+            request.fail(reason)
+        else:
+            request.finish(reason)
         with self._changed:
             self._finishing = False
             self._changed.notify_all()
@@ -602,7 +628,7 @@ class _OrderedOutputs:
 
     @property
     def fails(self) -> bool:
-        """Whether the newest is an error that will be raised."""
+        """Whether the newest item is an error that will be raised."""
         return isinstance(self._pending[-1], self._raised)
 
     @property
@@ -650,7 +676,7 @@ def _check_call(call: Call) -> None:
     if call.stopping_criteria is not None:
         raise ValueError("stopping_criteria are for generate; cancel() ends a request of an engine")
     if call.logits_processor is not None:
-        raise ValueError(f"logits_processor is for generate; {INSTEAD}")
+        raise ValueError(f"logits_processor is for generate; {LOGITS_PROCESSOR_ADVICE}")
 
 
 def _adapters_of(sequences: abc.Iterable[Sequence]) -> tuple[str, ...]:

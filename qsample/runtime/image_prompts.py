@@ -1,4 +1,5 @@
-"""The images of prompts: which prompt has which, their placeholders among its tokens, and their features."""
+"""The images of prompts: the images of each prompt, their placeholders among its tokens, and their
+features."""
 
 from __future__ import annotations
 
@@ -20,47 +21,68 @@ from qsample.runtime.sequence import Sequence as Row
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
-_LIST: Final = (list, tuple)
+_LIST_TYPES: Final = (list, tuple)
 
 
 def images_of_prompts(images: Any, prompts: int) -> list[list[Any]]:
-    """The argument `images` of `generate` as a list for each of `prompts` prompts. Raises ValueError."""
-    several = isinstance(images, _LIST)
-    if images is None or (several and not images):
+    """The argument `images` of `generate` as a list for each prompt.
+
+    Args:
+        images: the argument.
+        prompts: the number of prompts.
+
+    Raises ValueError.
+    """
+    is_list = isinstance(images, _LIST_TYPES)
+    if images is None or (is_list and not images):
         return [[] for _ in range(prompts)]
-    if prompts == 1 and not (
-        several and all(one is None or isinstance(one, _LIST) for one in images)
-    ):
-        return [list(images) if several else [images]]
-    if not several or len(images) != prompts:
-        given = f"a list of {len(images)}" if several else f"a single {type(images).__name__}"
+    if prompts == 1:
+        is_list_of_prompts = is_list and all(
+            item is None or isinstance(item, _LIST_TYPES) for item in images
+        )
+        if not is_list_of_prompts:
+            return [_as_list(images)]
+    if not is_list or len(images) != prompts:
+        given = f"a list of {len(images)}" if is_list else f"a single {type(images).__name__}"
         raise ValueError(
             f"images is {given} for {prompts} prompts; give a list with the images of each prompt: a list, a single "
             "image, or None"
         )
-    return [[] if one is None else list(one) if isinstance(one, _LIST) else [one] for one in images]
+    return [_as_list(item) for item in images]
+
+
+def _as_list(images: Any) -> list[Any]:
+    """The images of a prompt: a list, a single image, or None."""
+    if images is None:
+        return []
+    return list(images) if isinstance(images, _LIST_TYPES) else [images]
 
 
 class ImageReader:
-    """What a package makes of images: pixels, placeholders and features. For any number of threads.
+    """Reads images for a package: pixels, placeholders and features. Any number of threads may use
+    it.
 
-    processor: None for packages that read text only. limits: of an image, before it is decoded; they may be replaced.
+    Attributes:
+        processor: the processor of images; None for packages that read text only.
+        limits: the largest image to decode; they may be replaced.
     """
 
     def __init__(
         self, package: Package | None = None, open_vision: Callable[[], VisionEncoder] | None = None
     ) -> None:
-        """package: by default a package that reads text only. open_vision: called for the first image; by default,
-        vision.onnx is opened as `VisionEncoder` does."""
+        """package: the package; by default, text is read only. open_vision: opens vision.onnx for
+        the first image; by default `VisionEncoder`."""
         self.processor = None if package is None else ImageProcessor.of(package)
         self.limits = ImageLimits()
-        self._package, self._open_vision = package, open_vision
+        self._package = package
+        self._open_vision = open_vision
         self._encoder: VisionEncoder | None = None
         self._opening = threading.Lock()
 
     def process(self, images: Iterable[Any]) -> list[ProcessedImage]:
-        """The images of a prompt as vision.onnx reads them; an image may be processed already. Raises ValueError for an
-        image that cannot be read or is too large, and if the package reads text only."""
+        """The images of a prompt as vision.onnx reads them; an image may be processed already.
+        Raises ValueError for an image that cannot be read or is too large, and if the package reads
+        text only."""
         processed = []
         for number, image in enumerate(images):
             if self.processor is None:
@@ -81,47 +103,64 @@ class ImageReader:
         tokenizer: Tokenizer,
         chat: ChatOptions | None,
     ) -> tuple[list[int], list[ProcessedImage]]:
-        """The token ids of a text, or of chat messages, with the placeholders of their images, and these images. A text
-        without places for images has them before it. Raises ValueError if the numbers of images and places differ."""
-        processor, plain = self.processor, isinstance(item, str)
-        if processor is not None and not isinstance(item, str):
-            images = images_in(item, processor.placeholder, images)
-        text = item if isinstance(item, str) else tokenizer.render_chat(item, chat)
+        """The token ids of a prompt with the placeholders of its images, and these images.
+
+        Args:
+            item: a text, or chat messages. A text without places for images gets them before it.
+            images: the images of the prompt.
+            tokenizer: the tokenizer of the model.
+            chat: the options of chat messages.
+
+        Raises ValueError if the numbers of images and places differ.
+        """
+        processor = self.processor
+        is_text = isinstance(item, str)
+        if isinstance(item, str):
+            text = item
+        else:
+            if processor is not None:
+                images = images_in(item, processor.placeholder, images)
+            text = tokenizer.render_chat(item, chat)
         processed = self.process(images)
         if processed and processor is not None:
-            if plain and processor.placeholder not in text:
+            if is_text and processor.placeholder not in text:
                 text = processor.placeholder * len(processed) + text
             text = processor.expand(text, processed)
-        return tokenizer.encode(text, add_special_tokens=plain), processed
+        # A chat template writes the special tokens itself.
+        return tokenizer.encode(text, add_special_tokens=is_text), processed
 
     def prompt(self, ids: Array, images: list[ProcessedImage]) -> ImagePrompt | None:
-        """Which token ids, [n] int64, are placeholders of which image; None without images. Raises ValueError if their
-        numbers differ."""
+        """The decoder's inputs for the images of a prompt with token ids [n] int64; None without
+        images. Raises ValueError if the numbers of placeholders differ."""
         if not images:
             return None
         assert self.processor is not None
         return self.processor.prompt(ids, images)
 
-    def seen(self, images: Iterable[ProcessedImage]) -> list[ProcessedImage]:
-        """Images with their features, for callers whose threads add requests and must not wait for vision.onnx."""
+    def with_features(self, images: Iterable[ProcessedImage]) -> list[ProcessedImage]:
+        """Images with their features, for callers whose threads add requests and must not wait for
+        vision.onnx."""
         return [replace(image, features=self._vision.features(image)) for image in images]
 
-    def see(self, sequences: Iterable[Row]) -> None:
-        """Compute the image features of sequences, before they wait for slots. Raises QsampleError, and PackageError if
-        vision.onnx cannot be opened."""
-        seen: dict[int, tuple[ImagePrompt, Array]] = {}  # sequences of one prompt share them
-        for one in sequences:
-            if one.images is None or not one.images.prompt.images:
+    def compute_features(self, sequences: Iterable[Row]) -> None:
+        """Compute the image features of sequences, before they wait for slots. Raises QsampleError,
+        and PackageError if vision.onnx cannot be opened."""
+        # The sequences of a prompt share its features. The values hold the prompts, so that their
+        # ids stay theirs.
+        computed: dict[int, tuple[ImagePrompt, Array]] = {}
+        for sequence in sequences:
+            if sequence.images is None or not sequence.images.prompt.images:
                 continue
-            given = one.images.prompt
-            if id(given) not in seen:
-                seen[id(given)] = given, self.features(given)
-            one.images.features = seen[id(given)][1]
+            prompt = sequence.images.prompt
+            if id(prompt) not in computed:
+                computed[id(prompt)] = prompt, self.features(prompt)
+            _, sequence.images.features = computed[id(prompt)]
             # The pixels take more memory than the features.
-            one.images.prompt = replace(given, images=())
+            sequence.images.prompt = replace(prompt, images=())
 
     def features(self, images: ImagePrompt) -> Array:
-        """[F, C], the features of all placeholders of a prompt. Raises as `see` does."""
+        """The features of all placeholders of a prompt, [F, C]. Raises as `compute_features`
+        does."""
         features = [self._vision.features(image) for image in images.images]
         return features[0] if len(features) == 1 else np.concatenate(features)
 
@@ -130,9 +169,10 @@ class ImageReader:
         with self._opening:
             if self._encoder is None:
                 assert self._package is not None
-                self._encoder = (
-                    self._open_vision() if self._open_vision else VisionEncoder(self._package)
-                )
+                if self._open_vision is not None:
+                    self._encoder = self._open_vision()
+                else:
+                    self._encoder = VisionEncoder(self._package)
             return self._encoder
 
 

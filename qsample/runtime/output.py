@@ -52,33 +52,35 @@ class Timing:
 
 @dataclass(eq=False, repr=False)
 class GenerateOutput:
-    """The result of `generate`; row i belongs to prompt i, or, with num_return_sequences n, to
+    """The result of `generate`. Row i belongs to prompt i or, with num_return_sequences n, to
     prompt i // n.
 
-    It is its `sequences`, with further attributes: a tensor of torch on the device of the prompts
-    if these were given as a tensor, and a NumPy array otherwise. So everything that takes the
-    result of transformers takes it: `tokenizer.batch_decode(output)`, `output[:, input_ids.shape[1]
-    :]`, `torch.cat([output, more], dim=1)`. Rows, slices and results of computations are plain
-    tensors or arrays.
+    The result is its `sequences`, with further attributes: a tensor of torch on the device of the
+    prompts if these were given as a tensor, and a NumPy array otherwise. So it can be used like the
+    result of transformers: `tokenizer.batch_decode(output)`, `output[:, length:]`,
+    `torch.cat([output, more], dim=1)`. Rows, slices and results of computations are plain tensors
+    or arrays.
 
     Attributes:
-        sequences: [B, P + N] int64 in transformers' layout, a plain tensor or array: the prompts in
-            P columns, padding included, and from column P on the new tokens, then the pad id. The
-            padding of a prompt stays on its side; prompts of different lengths get the pad id on
-            their left.
-        token_ids, texts: the sampled tokens, a stop token included, and their text, a continuation
-            of the prompt; texts is None if the package has no tokenizer.
+        sequences: a plain tensor or array, [B, P + N] int64, in transformers' layout: the prompts
+            in P columns, padding included, and from column P on the new tokens, then the pad id. N
+            is the most new tokens of a row. The padding of a prompt stays on its side; prompts of
+            different lengths get the pad id on their left.
+        token_ids: the sampled tokens, a stop token included.
+        texts: the texts of these tokens, which continue the prompts; None if the package has no
+            tokenizer.
         finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length",
             "time" (max_time), or "invalid" (the model gave NaN or infinite logits, or no token was
             allowed).
-        seeds: each reproduces its row.
-        prompt_lengths: in tokens, without padding.
-        timing: of the whole batch.
-        logprobs: [B, N] float32; NaN after a row's end. N: the most new tokens of a row. This and
-            the rest are arrays for packages with the feature, unless `outputs` leaves them out,
-            otherwise None.
-        top_logprob_ids, top_logprobs: [B, N, M] int32 and float32; -1 and NaN after a row's end.
-        probs: [B, N, V] float32; 0 after a row's end.
+        seeds: the seeds, each of which reproduces its row.
+        prompt_lengths: the numbers of prompt tokens, without padding.
+        timing: the time of the whole batch.
+        logprobs: the log-probabilities of the sampled tokens, [B, N] float32; NaN after a row's
+            end. This and the following are None for packages without the feature, and if `outputs`
+            leaves them out.
+        top_logprob_ids, top_logprobs: the likeliest tokens and their log-probabilities, [B, N, M]
+            int32 and float32; -1 and NaN after a row's end.
+        probs: the probabilities of all tokens, [B, N, V] float32; 0 after a row's end.
     """
 
     sequences: Any

@@ -1,4 +1,5 @@
-"""A prompt in an engine: its handle, written on the engine's thread and read on any other, and all that readers get."""
+"""A prompt in an engine: its handle, which the engine's thread writes and any thread reads, and the
+objects that readers get."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from qsample.contract.arrays import Array
 from qsample.errors import Failure, RequestFailedError, shown
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, PrefixStats, Sequence
 
-CANCELLED: Final = "cancelled"
-TIME: Final = "time"
+CANCELLED_REASON: Final = "cancelled"
+TIME_REASON: Final = "time"
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of a request. Some deltas have tokens without text, because a character or a stop string is
-    not complete; the last may have text without tokens.
+    """New tokens and text of a request. A delta has tokens without text if a character or a stop
+    string is not complete; the last delta may have text without tokens.
 
     Attributes:
-        token_ids: sampled tokens, a stop token included.
+        token_ids: the sampled tokens, a stop token included.
         text: the text that they make certain; None without a tokenizer.
-        seconds: since the request was added.
-        outputs: the optional outputs of the package by name, an entry a token.
+        seconds: the time since the request was added.
+        outputs: the optional outputs of the package by name, with an entry for each token.
     """
 
     token_ids: list[int]
@@ -42,8 +43,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens of a request, `prompt_tokens` and `completion_tokens`. cached_tokens: prompt tokens that were
-    not read again. drafts: all zeros without guessed tokens."""
+    """The numbers of tokens of a request.
+
+    Attributes:
+        prompt_tokens: the tokens of the prompt.
+        completion_tokens: the sampled tokens.
+        cached_tokens: the prompt tokens that were not read again.
+        drafts: how the guessed tokens fared; all zeros without guessed tokens.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -53,8 +60,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Seconds from a request's addition to its slot (`queue_seconds`), its first token (`first_token_seconds`) and its
-    end (`total_seconds`); None for an event that never came."""
+    """The times of a request, counted from its addition.
+
+    Attributes:
+        queue_seconds: the time until it got a slot; None if it got none.
+        first_token_seconds: the time until its first token; None without tokens.
+        total_seconds: the time until its end.
+    """
 
     queue_seconds: float | None
     first_token_seconds: float | None
@@ -66,13 +78,14 @@ class RequestOutput:
     """A request at its end.
 
     Attributes:
-        token_ids: sampled tokens, a stop token included, up to the token that completes a stop string.
-        text: cut off before the stop string; None without a tokenizer.
-        finish_reason: as in `GenerateOutput`, or "cancelled".
-        stop_string: the stop string that ended it, or None.
-        seed: reproduces the tokens.
-        usage, timing: numbers of tokens, and seconds.
-        outputs: the optional outputs of the package by name, an entry a token.
+        token_ids: the sampled tokens, a stop token included, up to the token that completes a stop
+            string.
+        text: the text, cut off before the stop string; None without a tokenizer.
+        finish_reason: a reason of `GenerateOutput`, or "cancelled".
+        stop_string: the stop string that ended the request, or None.
+        seed: the seed, which reproduces the tokens.
+        usage, timing: the numbers of tokens, and the times.
+        outputs: the optional outputs of the package by name, with an entry for each token.
     """
 
     token_ids: list[int]
@@ -90,8 +103,8 @@ class EngineStats:
     """The requests of an engine at one moment.
 
     Attributes:
-        slots, max_waiting: most requests that run, and that wait.
-        running, waiting: requests in slots, and without a slot.
+        slots, max_waiting: the most requests that run, and that wait.
+        running, waiting: the numbers of requests in slots, and without a slot.
         running_adapters, waiting_adapters: the names of the adapters of these requests, sorted.
         prefixes: the prompt tokens so far that were not read again.
     """
@@ -108,13 +121,15 @@ class EngineStats:
 class Request:
     """A prompt in an engine; `Engine.add_request` makes it.
 
-    Iterate over it for its `Delta`s, with `for` or `async for`; or wait for all of it, with `result()` or `await`. Any
-    number of threads and tasks may do so at once, and each sees everything from the beginning. Deltas that are never
-    read are kept as long as the request itself, and hold up no other request.
+    Iterate over it for its `Delta`s, with `for` or `async for`; or wait for its end, with
+    `result()` or `await`. Any number of threads and tasks may do so at the same time, and each sees
+    everything from the beginning. Deltas that are never read are kept as long as the request
+    itself, and hold up no other request.
 
-    A request whose last reader gives up before its end is cancelled: a `for` or `async for` that was left (its iterator
-    was closed or garbage collected), or a task that was cancelled while it awaited the request or its next `Delta`. A
-    `result()` that timed out has not given up. `add_request(..., cancel_if_abandoned=False)` lets it go on.
+    A request is cancelled if its last reader gives up before its end. A reader gives up if it
+    leaves its `for` or `async for` (the iterator is closed or garbage collected), or if its task is
+    cancelled while it awaits the request or the next `Delta`. A `result()` that timed out has not
+    given up. With `add_request(..., cancel_if_abandoned=False)`, the request goes on.
     """
 
     def __init__(
@@ -125,7 +140,14 @@ class Request:
         *,
         cancel_if_abandoned: bool = True,
     ) -> None:
-        """cancel: has the engine end a sequence, without a wait or lock. check_waiting: raises if a wait cannot end."""
+        """Make the handle of a sequence.
+
+        Args:
+            sequence: the sequence in the engine.
+            cancel: makes the engine end a sequence; it neither waits nor locks.
+            check_waiting: raises if a wait for the engine cannot end.
+            cancel_if_abandoned: whether the request ends when its last reader gives up.
+        """
         self._sequence = sequence
         self._cancel = cancel
         self._feed = _Feed(check_waiting, self.cancel if cancel_if_abandoned else None)
@@ -134,17 +156,17 @@ class Request:
 
     @property
     def seed(self) -> int:
-        """Reproduces the tokens."""
+        """The seed, which reproduces the tokens."""
         return self._sequence.request.seed
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
         return len(self._sequence.request.prompt)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that have come so far."""
+        """The number of tokens that have come so far."""
         return len(self._sequence.token_ids)
 
     @property
@@ -158,8 +180,9 @@ class Request:
         return self._feed.outcome is not None
 
     def add_done_callback(self, function: Callable[[Request], object]) -> None:
-        """Call `function(request)` once it has ended, for any reason: on the engine's thread, so it must be quick; or
-        at once if it has ended already. An exception of the function becomes a warning."""
+        """Call `function(request)` when the request has ended, for any reason. The engine's thread
+        calls it, so it must be quick; if the request has ended already, it is called at once. An
+        exception of the function becomes a warning."""
         with self._feed.changed:
             if not self.done:
                 self._callbacks.append(function)
@@ -167,13 +190,15 @@ class Request:
         self._call(function)
 
     def cancel(self) -> None:
-        """End it with the tokens so far, finish reason "cancelled"; nothing happens if it has ended already."""
+        """End the request with the tokens so far and the finish reason "cancelled". Nothing happens
+        if it has ended already."""
         if not self.done:
             self._cancel(self._sequence)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end. Raises TimeoutError after `timeout` seconds, RequestFailedError or EngineClosedError if the
-        request failed, and RuntimeError if a function of a request waits for the engine that called it."""
+        """Wait for the end. Raises TimeoutError after `timeout` seconds, RequestFailedError or
+        EngineClosedError if the request failed, and RuntimeError if a function of a request waits
+        for the engine that called it."""
         seconds = checked_timeout(timeout)
         reader = _Reader()
         self._feed.join(reader)
@@ -193,7 +218,7 @@ class Request:
         feed.join(reader)
         try:
             while True:
-                done = self.done  # read before the deltas, as none comes after the end
+                done = self.done  # This comes before the deltas: none is published after the end.
                 new = feed.deltas[seen:]
                 yield from new
                 seen += len(new)
@@ -216,7 +241,7 @@ class Request:
             pass
         return self._feed.result()
 
-    # The rest is for the engine's thread.
+    # Only the engine's thread calls the methods below.
 
     def update(self) -> None:
         """Publish the tokens that were sampled since the last call."""
@@ -228,31 +253,32 @@ class Request:
             )
 
     def finish(self, reason: str) -> None:
-        """End it with the tokens so far; `reason` is its finish reason."""
+        """End the request with the tokens so far. reason: the finish reason."""
         try:
             outcome: RequestOutput | Failure = self._make_output(reason)
-        except BaseException as error:  # a tokenizer's
+        except BaseException as error:  # Tokenizers raise any kind.
             outcome = Failure.of(
                 RequestFailedError, "the request's text cannot be decoded ({})", error
             )
         self._end(outcome)
 
     def fail(self, failure: Failure) -> None:
-        """End it with the error `failure` for its readers."""
+        """End the request with an error for its readers."""
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:
         self._feed.end(outcome)
-        callbacks, self._callbacks = self._callbacks, []
+        callbacks = self._callbacks
+        self._callbacks = []
         for function in callbacks:
-            with suppress(
-                BaseException
-            ):  # SystemExit, and warnings that are errors: other requests go on
+            # Other requests go on after a SystemExit, and after warnings that are errors.
+            with suppress(BaseException):
                 self._call(function)
 
     def _make_output(self, reason: str) -> RequestOutput:
-        sequence, text = self._sequence, self._sequence.delivery.text
-        rest = text.end() if text is not None else ""
+        sequence = self._sequence
+        text = sequence.delivery.text
+        rest = "" if text is None else text.end()
         if rest:
             self._publish([], rest)
         now = time.perf_counter()
@@ -289,19 +315,16 @@ class Request:
     def _publish(
         self, tokens: list[int], text: str, outputs: list[Mapping[str, Array]] | None = None
     ) -> None:
-        certain = None if self._sequence.delivery.text is None else text
-        self._feed.put(
-            Delta(tokens, certain, time.perf_counter() - self.added_at, _stacked(outputs or []))
-        )
+        seconds = time.perf_counter() - self.added_at
+        has_text = self._sequence.delivery.text is not None
+        self._feed.put(Delta(tokens, text if has_text else None, seconds, _stacked(outputs or [])))
 
 
 def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
-    """The outputs of several tokens by name, a row each."""
-    return (
-        {name: np.stack([output[name] for output in outputs]) for name in outputs[0]}
-        if outputs
-        else {}
-    )
+    """The outputs of several tokens by name, with a row for each token."""
+    if not outputs:
+        return {}
+    return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]}
 
 
 class _Reader:
@@ -421,12 +444,12 @@ class _Feed:
 
 
 class _AsyncDeltas(AsyncIterator[Delta]):
-    """The deltas of a request in a coroutine. This is not a generator, because Python finalizes
-    those on their event loop, which may be closed."""
+    """The deltas of a request in a coroutine. This is not an asynchronous generator, because only
+    its event loop closes such a generator after it was abandoned."""
 
     def __init__(self, feed: _Feed) -> None:
         self._feed = feed
-        self._reader: _TaskReader | None = None  # since the first `anext`
+        self._reader: _TaskReader | None = None  # The first `anext` makes it.
         self._seen = 0  # deltas
         self._closed = False
 
@@ -437,7 +460,7 @@ class _AsyncDeltas(AsyncIterator[Delta]):
             feed.join(self._reader)
         while not self._closed:
             self._reader.changed.clear()
-            done = feed.outcome is not None  # read before the deltas, as none comes after it
+            done = feed.outcome is not None  # This comes before the deltas: see `__iter__`.
             if self._seen < len(feed.deltas):
                 self._seen += 1
                 return feed.deltas[self._seen - 1]
@@ -448,10 +471,10 @@ class _AsyncDeltas(AsyncIterator[Delta]):
             feed.check_wait(self._reader)
             try:
                 await self._reader.changed.wait()
-            except BaseException:  # the task was cancelled
+            except BaseException:  # The task was cancelled.
                 if feed.ends_when_abandoned:
                     self._close()
-                    self._reader.changed.set()  # for another task that waits here
+                    self._reader.changed.set()  # Another task may wait here, too.
                 raise
         raise StopAsyncIteration
 

@@ -55,10 +55,10 @@ class _Automaton:
     back. State 0 is an empty end.
 
     Attributes:
-        next: the next state of each state, by the next character.
-        spelled: for each state, a stop string that begins with the held end.
-        size: for each state, the number of characters of the held end.
-        complete: for each state, the longest stop string with which the text ends; None for none.
+        next: state → the next state by the next character.
+        spelled: state → a stop string that begins with the held end.
+        size: state → the number of characters of the held end.
+        complete: state → the longest stop string with which the text ends; None for none.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

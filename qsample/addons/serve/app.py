@@ -491,7 +491,7 @@ class _Server:
         """The images with their features."""
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-        seen = await loop.run_in_executor(self._seeing, model.model.images.seen, images)
+        seen = await loop.run_in_executor(self._seeing, model.model.images.with_features, images)
         self._metrics.count_images(
             model.base, [len(image.rows) for image in seen], time.monotonic() - began
         )
