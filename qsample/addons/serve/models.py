@@ -31,27 +31,54 @@ from qsample.runtime.prepare import check_features
 from qsample.text.chat import ChatOptions, compile_template
 from qsample.text.tokenizer import Tokenizer
 
-# Fields that a model's generation_config decides with generation_config="auto".
-_OF_CONFIG: Final = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+# The fields that a model's generation_config decides with generation_config="auto".
+_CONFIG_FIELDS: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
     "prompt_lookup_num_tokens",
     *FILTER_FIELDS,
 )
-_MARK_TOKENS: Final = (
-    32  # more than the longest mark around thoughts has, even in single characters
-)
+# The longest mark around thoughts has fewer tokens, even if they are single characters.
+_MAX_MARK_TOKENS: Final = 32
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNKNOWN: Final = "\ufffd"
+_REPLACEMENT_CHARACTER: Final = "\ufffd"
+# The purpose of a feature that a request needs, in messages.
+_FOR_A_FORM: Final = ", which an answer that follows a schema needs"
 
 
 class ServedModel:
-    """A loaded package, or one of its adapters, under its served name. `base`: the package's name. `adapter`: None for
-    the package itself. `created`: when it was loaded, in seconds since 1970. `defaults`: fields of `SamplingParams` for
-    requests that leave them out."""
+    """A loaded package, or one of its adapters, under its served name.
+
+    Attributes:
+        name: the served name.
+        base: the served name of the package.
+        adapter: the name of the adapter; None for the package itself.
+        model: the package, loaded.
+        interface: the interface of the package.
+        created: the time when it was loaded, in seconds since 1970.
+        ends: the model's stop tokens.
+        defaults: the fields of `SamplingParams` for requests that leave them out.
+        tool_format: the format of the model's calls.
+        grammars: the compiled grammars of the model.
+        engine: the engine of the package.
+    """
 
     def __init__(self, name: str, path: str, settings: ServeSettings) -> None:
-        """Raises QsampleError or ValueError if the package cannot be served."""
-        self.name = self.base = name
+        """
+        Args:
+            name: the served name.
+            path: the folder of the package.
+            settings: the settings of the server.
+
+        Raises:
+            QsampleError, ValueError: the package cannot be served.
+        """
+        self.name = name
+        self.base = name
         self.adapter: str | None = None
         self.model: CausalLM = load(
             path,
@@ -64,43 +91,30 @@ class ServedModel:
             image_cache_bytes=settings.image_cache_mib << 20,
         )
         self.model.images.limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
-        if (tokenizer := self.model.tokenizer) is not None and settings.chat_template is not None:
+        tokenizer = self.model.tokenizer
+        if tokenizer is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
-            compile_template(tokenizer.chat_template)  # a mistake in it ends the start
+            # A mistake in the template ends the start of the server.
+            compile_template(tokenizer.chat_template)
         self.interface = self.model.interface
         self.created = int(time.time())
         self.ends = self.model.package.manifest.token_ids.eos
-        self.defaults = {"temperature": 1.0}
-        if settings.generation_config == "auto":
-            config = self.model.generation_config
-            self.defaults |= {
-                name: config[name] for name in _OF_CONFIG if config.get(name) is not None
-            }
-        if settings.speculative_config is not None:
-            self.defaults["prompt_lookup_num_tokens"] = wanted = settings.speculative_config[
-                "num_speculative_tokens"
-            ]
-            if wanted > (most := self.interface.features.num_speculative_tokens):
-                remedy = f"ask for at most {most}" if most else "leave it out"
-                raise ValueError(
-                    f"speculative_config asks for {wanted} guesses a step, and the package checks {most}; {remedy}, or "
-                    f'compile the portable package with num_speculative_tokens={wanted} and kv_cache_dtype="int8"'
-                )
-        # So does a mistake in the generation_config, and a filter that the package lacks.
-        check_features(self.interface, SamplingParams(**self.defaults))  # type: ignore[arg-type]
+        self.defaults = self._defaults(settings)
+        # A mistake in the generation_config, or a filter that the package lacks, ends the start.
+        check_features(self.interface, SamplingParams(**self.defaults))
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self.grammars = Grammars(self.model)
-        self._longest_token = (
-            None if self.model.tokenizer is None else self.model.tokenizer.characters_per_token()
+        self._max_characters_per_token = (
+            None if tokenizer is None else tokenizer.characters_per_token()
         )
-        if self.interface.features.logprobs and self.model.tokenizer is not None:
-            _ = (
-                self.token_texts
-            )  # now: a large tokenizer.json takes half a second, and every request would wait
+        # A large tokenizer.json takes half a second, for which every request would wait later.
+        if self.interface.features.logprobs and tokenizer is not None:
+            _ = self.token_texts
         for lora, folder in settings.loras.items():
             self.model.load_adapter(lora, folder)
-        self.engine = Engine(  # last: it has a thread
+        # The engine starts a thread, so it is made last.
+        self.engine = Engine(
             self.model,
             slots=settings.slots,
             max_waiting=settings.max_waiting,
@@ -110,25 +124,48 @@ class ServedModel:
             prefix_cache_bytes=settings.prefix_cache_bytes,
         )
 
+    def _defaults(self, settings: ServeSettings) -> dict[str, Any]:
+        defaults: dict[str, Any] = {"temperature": 1.0}
+        if settings.generation_config == "auto":
+            config = self.model.generation_config
+            for name in _CONFIG_FIELDS:
+                if config.get(name) is not None:
+                    defaults[name] = config[name]
+        if settings.speculative_config is not None:
+            num_guesses = settings.speculative_config["num_speculative_tokens"]
+            max_guesses = self.interface.features.num_speculative_tokens
+            if num_guesses > max_guesses:
+                remedy = f"ask for at most {max_guesses}" if max_guesses else "leave it out"
+                raise ValueError(
+                    f"speculative_config asks for {num_guesses} guesses a step, and the package "
+                    f"checks {max_guesses}; {remedy}, or compile the portable package with "
+                    f'num_speculative_tokens={num_guesses} and kv_cache_dtype="int8"'
+                )
+            defaults["prompt_lookup_num_tokens"] = num_guesses
+        return defaults
+
     def with_adapter(self, name: str) -> ServedModel:
-        """The same package and engine under a loaded adapter's name; all its requests have the adapter."""
+        """The same package and engine under the name of a loaded adapter. All its requests have the
+        adapter."""
         view = copy(self)
-        view.name = view.adapter = name
+        view.name = name
+        view.adapter = name
         view.created = int(time.time())
         return view
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The largest number of tokens of a prompt and its answer together."""
         return self.engine.capacity
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError for a package without a tokenizer."""
+        """The tokenizer of the package. Raises ApiError if it has none."""
         if self.model.tokenizer is None:
             raise ApiError(
                 400,
-                f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on /v1/completions",
+                f"the package of {self.name!r} has no tokenizer: it takes prompts of token ids on "
+                "/v1/completions",
             )
         return self.model.tokenizer
 
@@ -149,144 +186,170 @@ class ServedModel:
         return bool(self._template)
 
     def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """Splits the thoughts off an answer to that prompt; None if they stay in the answer."""
+        """The reader that splits the thoughts off an answer to a prompt; None if they stay in the
+        answer."""
         if self._reasoning_format is None:
             return None
-        end = self.tokenizer.decode(prompt[-_MARK_TOKENS:], skip_special_tokens=False)
+        end = self.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False)
         return ReasoningReader(self._reasoning_format, end)
 
     def _is_shown(self, text: str) -> bool:
-        """Whether `text` can be in this model's texts: they do not contain special tokens."""
+        """Whether `text` can be in this model's texts, which do not contain special tokens."""
         if self.model.tokenizer is None:
             return True
         token = self.model.tokenizer.get_vocab().get(text)
         return token is None or not self.model.tokenizer.is_skipped(token)
 
     def sampling_params(self, request: GenerationRequest) -> SamplingParams:
-        """The sampling parameters of every answer: the request's fields on top of `defaults`. Raises ApiError for what
-        the package cannot do, and ArgumentError for a value out of its range or fields that contradict each other."""
+        """The sampling parameters of every answer: the request's fields on top of `defaults`.
+
+        Raises:
+            ApiError: the package cannot do what the request asks for.
+            ArgumentError: a value is out of its range, or fields contradict each other.
+        """
         self._check_logprobs(request)
         fields = {**self.defaults, **request.sampling_fields()}
         if "max_new_tokens" not in fields:
-            limit = request.default_token_limit
-            fields |= (
-                {"max_length": self.max_model_len} if limit is None else {"max_new_tokens": limit}
-            )
+            if request.default_token_limit is None:
+                fields["max_length"] = self.max_model_len
+            else:
+                fields["max_new_tokens"] = request.default_token_limit
         if "logit_bias" in fields and not self.interface.features.logit_bias:
-            raise without_feature("logit_bias", "logit_bias")
+            raise without_feature("logit_bias", param="logit_bias")
         if request.ignore_eos or request.stop_token_ids:
-            ends = () if request.ignore_eos else self.ends
-            fields["eos_token_id"] = (*ends, *(request.stop_token_ids or ()))
+            ends = [] if request.ignore_eos else list(self.ends)
+            ends += request.stop_token_ids or []
+            fields["eos_token_id"] = tuple(ends)
         return SamplingParams(**fields)
 
     def _check_logprobs(self, request: GenerationRequest) -> None:
-        """Raise ApiError if the package does not return the log-probabilities that a request asks for."""
-        asked = (
-            []
-            if request.num_alternatives is None
-            else [(request.alternatives_field, request.num_alternatives)]
-        )
-        if request.scores_prompt:
-            asked.append(
-                ("echo", 0)
-                if request.prompt_logprobs is None
-                else ("prompt_logprobs", request.prompt_logprobs)
-            )
-        features = self.interface.features
-        for param, top in asked:
-            if not features.logprobs:
-                raise without_feature("logprobs", param)
-            if self.model.tokenizer is None:
-                text = (
-                    "log-probabilities come with the texts of tokens, "
-                    "and this package has no tokenizer; leave them out"
-                )
-                raise ApiError(400, text, param=param)
-            if top > features.top_logprobs:
-                raise ApiError(
-                    400,
-                    f"{top} alternatives were requested and this package returns {features.top_logprobs}; request "
-                    f"fewer, or export it with --top-logprobs {top}",
-                    param=param,
-                )
-        if request.scores_prompt and not features.allowed_tokens:
+        """Raise ApiError if the package does not return the log-probabilities that a request asks
+        for."""
+        if request.num_alternatives is not None:
+            self._check_alternatives(request.alternatives_field, request.num_alternatives)
+        if not request.scores_prompt:
+            return
+        field = "echo"
+        num_alternatives = 0
+        if request.prompt_logprobs is not None:
+            field = "prompt_logprobs"
+            num_alternatives = request.prompt_logprobs
+        self._check_alternatives(field, num_alternatives)
+        if not self.interface.features.allowed_tokens:
             raise without_feature(
-                "allowed_tokens", asked[-1][0], ", which log-probabilities of a prompt need"
+                "allowed_tokens",
+                param=field,
+                purpose=", which log-probabilities of a prompt need",
+            )
+
+    def _check_alternatives(self, field: str, num_alternatives: int) -> None:
+        """Raise ApiError if the package does not return log-probabilities, or returns fewer
+        alternatives than the field of a request asks for."""
+        features = self.interface.features
+        if not features.logprobs:
+            raise without_feature("logprobs", param=field)
+        if self.model.tokenizer is None:
+            raise ApiError(
+                400,
+                "log-probabilities come with the texts of tokens, and this package has no "
+                "tokenizer; leave them out",
+                param=field,
+            )
+        if num_alternatives > features.top_logprobs:
+            raise ApiError(
+                400,
+                f"{num_alternatives} alternatives were requested and this package returns "
+                f"{features.top_logprobs}; request fewer, or export it with "
+                f"--top-logprobs {num_alternatives}",
+                param=field,
             )
 
     def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes the guides of answers in this form; None for any text. Raises ApiError if answers of
-        this model cannot follow it."""
+        """A function that makes the guides of answers in a form; None for any text.
+
+        Raises:
+            ApiError: answers of this model cannot follow a form.
+            ArgumentError: the form is invalid.
+        """
         if form is None:
             return None
-        needed = ", which an answer that follows a schema needs"
         if not self.interface.features.allowed_tokens:
-            raise without_feature("allowed_tokens", use=needed)
+            raise without_feature("allowed_tokens", purpose=_FOR_A_FORM)
         if self.model.tokenizer is None:
-            raise ApiError(400, f"this package has no tokenizer{needed}")
+            raise ApiError(400, f"this package has no tokenizer{_FOR_A_FORM}")
         if not self.model.package.manifest.token_ids.eos:
             raise ApiError(
                 400, "this model has no stop token, with which an answer that follows a schema ends"
             )
         if importlib.util.find_spec("llguidance") is None:
-            text = f"this server lacks llguidance{needed}; its machine needs the extra serve of {DISTRIBUTION}"
-            raise ApiError(501, text, code="missing_module")
+            raise ApiError(
+                501,
+                f"this server lacks llguidance{_FOR_A_FORM}; its machine needs the extra serve of "
+                f"{DISTRIBUTION}",
+                code="missing_module",
+            )
         return partial(self.grammars.guide, grammar_of(form))
 
     def check_count(self, count: int) -> None:
         """Raise ApiError if `count` answers can never have places at once."""
-        most = self.engine.slots + self.engine.max_waiting
-        if count > most:
+        num_places = self.engine.slots + self.engine.max_waiting
+        if count > num_places:
             raise ApiError(
-                400, f"{count} answers were requested at once, and this server takes {most}"
+                400, f"{count} answers were requested at once, and this server takes {num_places}"
             )
 
     def check_places(self, count: int) -> None:
-        """Raise QueueFullError unless `count` places are free. They stay free until the event loop goes on, because
-        only it adds requests."""
+        """Raise QueueFullError unless `count` places are free. They stay free until the event loop
+        goes on, because only it adds requests."""
         stats = self.engine.stats()
-        taken, most = stats.running + stats.waiting, stats.slots + stats.max_waiting
-        if taken + count > most:
+        num_taken = stats.running + stats.waiting
+        num_places = stats.slots + stats.max_waiting
+        if num_taken + count > num_places:
             raise QueueFullError(
-                f"{taken} of {most} places are taken and {count} were requested; try again later"
+                f"{num_taken} of {num_places} places are taken and {count} were requested; "
+                "try again later"
             )
 
     def check_room(self, prompt: Sequence[int], tokens: int = 1) -> None:
         """Raise ApiError unless a slot has room for a prompt and `tokens` tokens of an answer."""
-        most = self.max_model_len - tokens
-        if len(prompt) > most:
+        max_tokens = self.max_model_len - tokens
+        if len(prompt) > max_tokens:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and this model's context {self.max_model_len}; give at most "
-                f"{most}",
+                f"the prompt has {len(prompt)} tokens and this model's context "
+                f"{self.max_model_len}; give at most {max_tokens}",
                 param="prompt",
                 code="context_length_exceeded",
             )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Raise ApiError for a text that is too long for a slot in any encoding: encoding it takes long."""
-        if not isinstance(prompt, str) or self._longest_token is None:
+        """Raise ApiError for a text that is too long for a slot in any encoding. Encoding such a text
+        takes long."""
+        if not isinstance(prompt, str) or self._max_characters_per_token is None:
             return
-        most = self._longest_token * self.max_model_len
-        if len(prompt) > most:
+        max_characters = self._max_characters_per_token * self.max_model_len
+        if len(prompt) > max_characters:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} characters, and this model's context of {self.max_model_len} tokens "
-                f"{most} at most; give less",
+                f"the prompt has {len(prompt)} characters, and this model's context of "
+                f"{self.max_model_len} tokens {max_characters} at most; give less",
                 param="prompt",
                 code="context_length_exceeded",
             )
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
-        """The text of a conversation. OpenAI's role "developer" becomes "system" for a template that does not know it,
-        as OpenAI does for its earlier models. Raises ValueError as `Tokenizer.render_chat` does."""
+        """The text of a conversation.
+
+        OpenAI's role "developer" becomes "system" for a template that does not know it, as OpenAI
+        does for its earlier models.
+
+        Raises:
+            ValueError: as in `Tokenizer.render_chat`.
+        """
         if any(message.get("role") == "developer" for message in messages):
             source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
             if "developer" not in source:
-                messages = [
-                    {**message, "role": "system"} if message.get("role") == "developer" else message
-                    for message in messages
-                ]
+                messages = [_without_developer(message) for message in messages]
         return self.tokenizer.render_chat(messages, options)
 
     @property
@@ -294,69 +357,96 @@ class ServedModel:
         return self.interface.image is not None
 
     def check_images(self, messages: Sequence[Mapping[str, Any]], images: Sequence[str]) -> None:
-        """Raise ApiError for images that the model does not read, and ValueError for a text that stands for one."""
+        """Raise ApiError for images that the model does not read, and ValueError for a text that
+        stands for an image."""
         processor = self.model.images.processor
         if processor is not None:
             images_in(messages, processor.placeholder, images)
         elif images:
-            text = f"the model {self.name!r} reads text only; leave the image out, or ask another model of /v1/models"
-            raise ApiError(400, text, code="invalid_image")
+            raise ApiError(
+                400,
+                f"the model {self.name!r} reads text only; leave the image out, or ask another "
+                "model of /v1/models",
+                code="invalid_image",
+            )
 
     def check_without_image(self, prompt: str | Sequence[int]) -> None:
-        """Raise ApiError for a text with what stands for an image; there is none in a completion."""
+        """Raise ApiError for a text that stands for an image. Completions have no images."""
         processor = self.model.images.processor
         if processor is not None and isinstance(prompt, str) and processor.placeholder in prompt:
-            text = f"the prompt has the text {processor.placeholder}, which stands for an image; leave it out, or give "
-            raise ApiError(400, text + "the image in messages", param="prompt")
+            raise ApiError(
+                400,
+                f"the prompt has the text {processor.placeholder}, which stands for an image; "
+                "leave it out, or give the image in messages",
+                param="prompt",
+            )
 
     def process_images(self, files: Sequence[bytes]) -> list[ProcessedImage]:
-        """Files as vision.onnx reads them. Raises ApiError for a file that cannot be read or is too large, and before
-        any is unfolded, for more tokens than a slot holds."""
-        reader, tokens = self.model.images, 0
+        """Files as vision.onnx reads them.
+
+        Raises:
+            ApiError: a file cannot be read or is too large, or the images have more tokens than a
+                slot holds. The tokens are counted before a file is unfolded.
+        """
+        reader = self.model.images
         assert reader.processor is not None
+        num_tokens = 0
         try:
             for number, file in enumerate(files):
-                size = read_size(file, reader.limits, f"image {number}")
-                tokens += reader.processor.layout(*size, f"image {number}").placeholders
-            self.check_room(range(tokens))
+                width, height = read_size(file, reader.limits, f"image {number}")
+                layout = reader.processor.layout(width, height, f"image {number}")
+                num_tokens += layout.placeholders
+            self.check_room(range(num_tokens))
             return reader.process(files)
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_image") from error
         except ApiError:
             raise
-        except QsampleError as error:  # Pillow is missing
+        except QsampleError as error:  # Pillow is missing.
             raise ApiError(501, str(error), code="missing_module") from None
 
     def with_placeholders(self, text: str, images: Sequence[ProcessedImage]) -> str:
-        """A conversation's text with the images' placeholders. Raises ValueError if the template leaves one out."""
+        """A conversation's text with the images' placeholders.
+
+        Raises:
+            ValueError: the template leaves an image out.
+        """
         processor = self.model.images.processor
         assert processor is not None
         return processor.expand(text, images)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ApiError for a token id that is not the model's."""
-        most = self.interface.vocab_size
-        wrong = next((token for token in ids if token >= most), None)
+        """Raise ApiError for a token id that the model does not have."""
+        vocab_size = self.interface.vocab_size
+        wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:
             raise ApiError(
                 400,
-                f"{wrong} is not a token of this model, which has 0 to {most - 1}",
+                f"{wrong} is not a token of this model, which has 0 to {vocab_size - 1}",
                 param="prompt",
             )
 
     def add(
         self, prompt: list[int], params: SamplingParams, *, priority: int = 0, **options: Any
     ) -> Request:
-        """A request to the engine, without waiting for room; `options`: fields of `Call`. Every token is read, the
-        padding token too: a single prompt has no padding, and a text may spell that token. An empty prompt begins a
-        text. Raises ApiError if the adapter has been unloaded meanwhile."""
+        """A request to the engine, without waiting for room.
+
+        Args:
+            prompt: the token ids. Every token is read, also the padding token: a single prompt has
+                no padding, and a text may spell that token. An empty prompt begins a text.
+            params: the sampling parameters.
+            priority: the rank of the request. Requests with the lowest rank get a slot first.
+            options: further fields of `Call`.
+
+        Raises:
+            ApiError: the adapter has been unloaded meanwhile.
+        """
         if self.adapter is not None:
             if self.adapter not in self.model.adapters:
                 raise unknown_model(self.adapter, [self.base])
             params = replace(params, adapter=self.adapter)
-        return self.engine.add(
-            Call(inputs=[prompt], params=params, **options), timeout=0, priority=priority
-        )[0]
+        call = Call(inputs=[prompt], params=params, **options)
+        return self.engine.add(call, timeout=0, priority=priority)[0]
 
     def close(self) -> None:
         self.grammars.close()
@@ -367,7 +457,8 @@ class ServedModels:
     """The models of a server by name."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._models: dict[str, ServedModel] = {}  # adapters too, after the packages
+        # The packages, and after them their adapters.
+        self._models: dict[str, ServedModel] = {}
         self._settings = settings
         try:
             for name, path in settings.models.items():
@@ -388,11 +479,15 @@ class ServedModels:
     @property
     def served(self) -> list[ServedModel]:
         """The packages and the adapters."""
-        return list(self._models.values())  # a copy: another thread may load an adapter meanwhile
+        # The values are copied, because another thread may load an adapter meanwhile.
+        return list(self._models.values())
 
     def find(self, name: str | None, param: str = "model") -> ServedModel:
-        """The model or adapter `name`, or the first model for None and "". Raises ApiError about `param` if `name` is
-        unknown."""
+        """The model or adapter `name`, or the first model for None and "".
+
+        Raises:
+            ApiError: the name is unknown. The error is about the field `param`.
+        """
         if not name:
             return next(iter(self))
         if name not in self._models:
@@ -402,11 +497,16 @@ class ServedModels:
     def load_adapter(
         self, name: str, path: str, base: str | None = None, *, replaced: bool = False
     ) -> None:
-        """Serve the adapter in a folder below the settings' `lora_dir` as `name`; running requests keep their adapter.
+        """Serve an adapter. Running requests keep their adapter.
 
-        It belongs to the model `base`, or by default to the first. With `replaced`, it may take the place of that
-        model's adapter of the same name. Raises ApiError and changes nothing if the name is taken, or if the adapter
-        cannot be used.
+        Args:
+            name: the served name of the adapter.
+            path: the folder of the adapter, below the settings' `lora_dir`.
+            base: the served name of its model, by default the first model.
+            replaced: whether it may replace that model's adapter of the same name.
+
+        Raises:
+            ApiError: the name is taken, or the adapter cannot be used. Then nothing has changed.
         """
         model = self.find(base, "base_model_name")
         self._check_new(name, replaced=model.base if replaced else None)
@@ -418,46 +518,64 @@ class ServedModels:
         self._models[name] = model.with_adapter(name)
 
     def unload_adapter(self, name: str) -> None:
-        """Take no more requests for an adapter; its requests so far go on. Raises ApiError if it is not loaded."""
+        """Take no more requests for an adapter. Its requests so far go on.
+
+        Raises:
+            ApiError: the adapter is not loaded.
+        """
         if name not in self._models or self._models[name].adapter is None:
             loaded = [model.name for model in self.served if model.adapter is not None]
             raise unknown_model(name, loaded, "adapter", "lora_name")
         self._models.pop(name).model.unload_adapter(name)
 
     def _check_new(self, name: str, *, replaced: str | None = None) -> None:
-        """Raise ApiError if `name` is taken, or no more adapters have room. An adapter of the model `replaced` may have
-        the name."""
-        there = self._models.get(name)
-        if there is not None and (there.adapter is None or there.base != replaced):
-            remedy = (
-                "give another lora_name"
-                if there.adapter is None
-                else "give another, or load_inplace: true"
-            )
-            raise ApiError(400, f"{name!r:.100} is served already; {remedy}", param="lora_name")
-        loaded, most = len(self._models) - len(list(self)), self._settings.max_cpu_loras
-        if there is None and loaded >= most:
-            text = f"{loaded} adapters are loaded, all that this server takes; unload another, or raise --max-cpu-loras"
-            raise ApiError(400, text, param="lora_name")
+        """Raise ApiError if `name` is taken, or no more adapters have room.
 
-    def _adapter_folder(self, path: str) -> Path:
-        """An existing folder below `lora_dir` whose files lead nowhere else. Raises ApiError."""
-        allowed = self._settings.lora_dir
-        assert allowed is not None
-        root = Path(os.path.realpath(allowed))
-        folder = root / path
-        try:
-            files = [Path(entry) for entry in os.scandir(folder)]
-            inside = not leads_out(folder, [root]) and not os.path.samefile(folder, root)
-            inside = inside and all(
-                file.is_file() and not leads_out(file, [root]) for file in files
-            )
-        except (OSError, ValueError):  # ValueError: no path at all
-            inside = False
-        if not inside:
+        Args:
+            name: the served name of a new adapter.
+            replaced: the served name of a model. The adapter of that model may have the name.
+        """
+        served = self._models.get(name)
+        if served is None:
+            num_loaded = len(self._models) - len(list(self))
+            if num_loaded >= self._settings.max_cpu_loras:
+                raise ApiError(
+                    400,
+                    f"{num_loaded} adapters are loaded, all that this server takes; "
+                    "unload another, or raise --max-cpu-loras",
+                    param="lora_name",
+                )
+        elif served.adapter is None:
             raise ApiError(
                 400,
-                f"lora_path is {shown(path)}; give an adapter's folder of plain files below this server's --lora-dir",
+                f"{name!r:.100} is served already; give another lora_name",
+                param="lora_name",
+            )
+        elif served.base != replaced:
+            raise ApiError(
+                400,
+                f"{name!r:.100} is served already; give another, or load_inplace: true",
+                param="lora_name",
+            )
+
+    def _adapter_folder(self, path: str) -> Path:
+        """An existing folder below `lora_dir` that has only plain files below it.
+
+        Raises:
+            ApiError: the folder is missing, elsewhere, or has other files.
+        """
+        assert self._settings.lora_dir is not None
+        root = Path(os.path.realpath(self._settings.lora_dir))
+        folder = root / path
+        try:
+            is_allowed = _has_only_files_below(folder, root)
+        except (OSError, ValueError):  # ValueError: the text is no path at all.
+            is_allowed = False
+        if not is_allowed:
+            raise ApiError(
+                400,
+                f"lora_path is {shown(path)}; give an adapter's folder of plain files below this "
+                "server's --lora-dir",
                 param="lora_path",
             )
         return folder
@@ -467,22 +585,54 @@ class ServedModels:
             model.close()
 
 
-def without_feature(name: str, param: str | None = None, use: str = "") -> ApiError:
-    """The answer to a request for a feature that the package lacks. `use`: a clause about the feature."""
+def _has_only_files_below(folder: Path, root: Path) -> bool:
+    """Whether `folder` is below `root`, and so are its entries, which are all plain files."""
+    files = [Path(entry) for entry in os.scandir(folder)]
+    if leads_out(folder, [root]) or os.path.samefile(folder, root):
+        return False
+    return all(file.is_file() and not leads_out(file, [root]) for file in files)
+
+
+def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.get("role") == "developer":
+        return {**message, "role": "system"}
+    return message
+
+
+def without_feature(name: str, *, param: str | None = None, purpose: str = "") -> ApiError:
+    """The answer to a request for a feature that the package lacks.
+
+    Args:
+        name: the feature.
+        param: the field of the request.
+        purpose: a clause about what needs the feature.
+    """
     option = f"--{name.replace('_', '-')}"
     text = (
-        f"this package was exported without {name}{use}; export it with --for-serving, "
+        f"this package was exported without {name}{purpose}; export it with --for-serving, "
         f"which brings all that requests ask for, or with {option}"
     )
     return ApiError(400, text, param=param)
 
 
 def unknown_model(
-    name: str, there: Iterable[str], kind: str = "model", param: str = "model"
+    name: str, served_names: Iterable[str], kind: str = "model", param: str = "model"
 ) -> ApiError:
-    """The answer to a request for a model that is not served; `there`: the served names."""
-    text = f"the {kind} {name!r:.100} does not exist here; there is {', '.join(map(repr, there)) or 'none'}"
-    return ApiError(404, text, param=param, code="model_not_found")
+    """The answer to a request for a model that is not served.
+
+    Args:
+        name: the name in the request.
+        served_names: the names that are served.
+        kind: the word for what the name stands for.
+        param: the field of the request.
+    """
+    known = ", ".join(map(repr, served_names)) or "none"
+    return ApiError(
+        404,
+        f"the {kind} {name!r:.100} does not exist here; there is {known}",
+        param=param,
+        code="model_not_found",
+    )
 
 
 class TokenTexts:
@@ -491,45 +641,61 @@ class TokenTexts:
     def __init__(self, model: CausalLM) -> None:
         assert model.tokenizer is not None
         self._tokenizer = model.tokenizer
-        described = json.loads(self._tokenizer.to_json())  # the file may have been replaced
-        self._byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
-        pieces: dict[int, str] = {
-            entry["id"]: entry["content"] for entry in described.get("added_tokens") or []
-        }
-        vocabulary: Any = (described.get("model") or {}).get("vocab") or {}
+        # The tokenizer's file may have been replaced since, so the tokenizer describes itself.
+        description = json.loads(self._tokenizer.to_json())
+        self._is_byte_level = '"ByteLevel"' in json.dumps(description.get("decoder"))
+        vocabulary: Any = (description.get("model") or {}).get("vocab") or {}
+        self._pieces: dict[int, str] = {}
         if isinstance(vocabulary, dict):
-            pieces = {number: piece for piece, number in vocabulary.items()} | pieces
-        else:  # Unigram: a list of pieces and their scores
-            pieces = {number: entry[0] for number, entry in enumerate(vocabulary)} | pieces
-        self._added = {entry["id"] for entry in described.get("added_tokens") or []}
-        self._pieces = pieces
-        # Some decoders drop a blank at the start of a text; so a token is shown as it is after another token.
-        self._anchor = next(
-            (token for token in pieces if token not in self._added and self._decode([token])), None
-        )
+            for piece, token in vocabulary.items():
+                self._pieces[token] = piece
+        else:  # The vocabulary of a Unigram model is a list of pieces and their scores.
+            for token, entry in enumerate(vocabulary):
+                self._pieces[token] = entry[0]
+        self._added_tokens: set[int] = set()
+        for entry in description.get("added_tokens") or []:
+            self._pieces[entry["id"]] = entry["content"]
+            self._added_tokens.add(entry["id"])
+        self._first_token = self._find_first_token()
         self.of = lru_cache(maxsize=2**16)(self._of)
 
     def width(self, token: int) -> int:
-        """Characters of a token in a text. Texts contain no special tokens."""
+        """The number of characters of a token in a text. Texts contain no special tokens."""
         return 0 if self._tokenizer.is_skipped(token) else len(self.of(token)[0])
 
+    def _find_first_token(self) -> int | None:
+        """A token that stands in front of each other token to decode that: some decoders drop a
+        blank at the start of a text."""
+        for token in self._pieces:
+            if token not in self._added_tokens and self._decode([token]):
+                return token
+        return None
+
     def _of(self, token: int) -> tuple[str, bytes]:
-        """The text of a token, and its bytes: perhaps a part of a character."""
-        text = self._after_another(token)
-        piece, data = self._pieces.get(token, ""), b""
-        if _UNKNOWN in text and token not in self._added:
-            if match := _BYTE_TOKEN.fullmatch(piece):
-                data = bytes([int(match[1], 16)])
-            elif self._byte_level and all(character in _byte_table() for character in piece):
-                data = bytes(_byte_table()[character] for character in piece)
+        """The text of a token, and its bytes, which may be a part of a character."""
+        text = self._text_in_the_middle(token)
+        data = b""
+        if _REPLACEMENT_CHARACTER in text and token not in self._added_tokens:
+            data = self._bytes_of_piece(self._pieces.get(token, ""))
         return text, data or text.encode()
 
-    def _after_another(self, token: int) -> str:
+    def _bytes_of_piece(self, piece: str) -> bytes:
+        """The bytes of a token that is a part of a character; empty if they are unknown."""
+        match = _BYTE_TOKEN.fullmatch(piece)
+        if match is not None:
+            return bytes([int(match[1], 16)])
+        table = _byte_table()
+        if self._is_byte_level and all(character in table for character in piece):
+            return bytes(table[character] for character in piece)
+        return b""
+
+    def _text_in_the_middle(self, token: int) -> str:
         alone = self._decode([token])
-        if self._anchor is None or _UNKNOWN in alone:
+        if self._first_token is None or _REPLACEMENT_CHARACTER in alone:
             return alone
-        before, both = self._decode([self._anchor]), self._decode([self._anchor, token])
-        return both.removeprefix(before) if both.startswith(before) else alone
+        first = self._decode([self._first_token])
+        both = self._decode([self._first_token, token])
+        return both.removeprefix(first) if both.startswith(first) else alone
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -537,13 +703,17 @@ class TokenTexts:
 
 @lru_cache(maxsize=1)
 def _byte_table() -> dict[str, int]:
-    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py): printable bytes stand for
-    themselves, the other bytes for the code points from 256 on."""
+    """GPT-2's printable characters for bytes (Radford et al. 2019; openai/gpt-2, encoder.py).
+
+    Printable bytes stand for themselves, and the other bytes for the code points from 256 on.
+    """
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     ]
-    others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
+    not_printable = [byte for byte in range(256) if byte not in printable]
+    for index, byte in enumerate(not_printable):
+        table[chr(256 + index)] = byte
+    return table
