@@ -134,7 +134,7 @@ class SequenceRequest:
 
     Attributes:
         prompt: the token ids of the prompt, [n] int64, n >= 1.
-        parameters: a row of every name of `Interface.parameters` except `seed` and `draft_ids`.
+        parameters: a row of every name of `Interface.parameters` except `draft_ids`.
         seed: the seed of the row's random numbers.
         padded_prompt: the prompt with its padding; None if it came without any.
         guided: whether a function has to see each token before the next one is sampled.
