@@ -322,6 +322,23 @@ def test_the_licence_is_the_apache_licence() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+def test_the_exceptions_from_the_limits_of_functions_only_shrink() -> None:
+    """ruff's C901 (branches) and PLR0913 (parameters). Lower the number if you mend one; never raise it."""
+    marked = [
+        f"{path}: {line.strip()}"
+        for path in sorted((ROOT / "qsample").rglob("*.py"))
+        for line in path.read_text("utf-8").splitlines()
+        if re.search(r"noqa:.*\b(?:C901|PLR09\d\d)\b", line)
+    ]
+    assert len(marked) <= 2, marked
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["ruff"]["lint"]
+    assert {"C901", "PLR0913"} <= {*settings["select"]}
+    assert settings["mccabe"] == {"max-complexity": 10}
+    assert settings["pylint"] == {"max-args": 8}
+    ignored = {path for path, rules in settings["per-file-ignores"].items() if "C901" in rules}
+    assert not any("qsample" in path for path in ignored)
+
+
 # Parts of torch, transformers, onnxruntime and typing.NamedTuple that have no public name.
 FOREIGN_MEMBERS = {
     *("_replace", "_schema", "_to_copy", "_attn", "_apply_gate"),

@@ -144,6 +144,13 @@ class LockStep:
         )
 
 
+def _check_counts(**counts: int) -> None:
+    """Raise ValueError unless all numbers are at least 1."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
 def measure(
     model: CausalLM,
     rows: int = 1,
@@ -170,15 +177,9 @@ def measure(
 
     Raises ValueError if the prompt and the new tokens do not fit.
     """
-    counts = {
-        "rows": rows,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
-        "repetitions": repetitions,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    _check_counts(
+        rows=rows, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repetitions=repetitions
+    )
     random = np.random.default_rng(0)
     texts = list(random.integers(0, model.interface.vocab_size, (rows, prompt_tokens)))
     prompts, images = texts, list[ImagePrompt]()

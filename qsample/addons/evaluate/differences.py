@@ -80,7 +80,7 @@ class Verification:
     alone_sha256: str
 
 
-def verify(
+def verify(  # noqa: PLR0913  # keywords of the public API
     package: Any,
     against: Any,
     *,

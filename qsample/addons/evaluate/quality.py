@@ -89,7 +89,7 @@ class Evaluation:
     packages: tuple[PackageQuality, ...]
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913  # keywords of the public API
     packages: Any,
     text: Any,
     *,
