@@ -42,10 +42,11 @@ from qsample.ort.stepper import Stepper
 from qsample.package.package import Package
 from qsample.runtime.decode.inputs import uniforms
 
-_ROWS: Final = 4
-_PROMPT: Final = 3
+_ROWS_PER_BATCH: Final = 4
+_PROMPT_TOKENS: Final = 3
 _CALLS: Final = 4
-_CALLS_OF_SESSIONS: Final = 8  # with some that replay a captured graph
+# Sessions may capture a graph; more calls are then replays.
+_CALLS_OF_SESSIONS: Final = 8
 # Greedy, and a little of everything, so that the self-test runs every step of the sampler.
 _PARAMETERS: Final[tuple[dict[str, float], ...]] = (
     {},
@@ -60,13 +61,21 @@ _PARAMETERS: Final[tuple[dict[str, float], ...]] = (
     },
 )
 # The same float32 arithmetic in another order moves a token about once in a million; float16 rounds visibly.
-_LARGEST_ERROR: Final = 1e-3  # of logits in float32, per unit of the largest
-_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
+# The most that float32 logits may differ, per unit of the largest logit.
+_MAX_RELATIVE_ERROR: Final = 1e-3
+# The share of tokens on which both graphs have to agree.
+_MIN_AGREEMENT: Final = {"float32": 1.0, "float16": 0.8, "bfloat16": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """Counts of the compiled graph's tokens; agreeing: the portable graph, or its sampler, chose them, too."""
+    """The counts of a self-test.
+
+    Attributes:
+        tokens: the tokens that the compiled graph chose.
+        agreeing: the tokens that the portable graph, or its sampler, chose as well.
+        replayed: the tokens that replays of a captured graph chose.
+    """
 
     tokens: int
     agreeing: int
@@ -79,7 +88,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     Raises CompileError if they agree too rarely, or if logits of float32 differ."""
     # A graph for a single row runs once with each row's parameters.
     batches = (
-        [[0], [1]] if plan.batch_size == 1 else [list(range(min(plan.batch_size or _ROWS, _ROWS)))]
+        [[0], [1]]
+        if plan.batch_size == 1
+        else [list(range(min(plan.batch_size or _ROWS_PER_BATCH, _ROWS_PER_BATCH)))]
     )
     device = _device(plan, published, target, len(batches[0]))
     texts = [_written(device, plan, rows) for rows in batches]
@@ -92,11 +103,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     wanted = [
         _sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)
     ]
-    tokens, agreeing = (
-        got.size,
-        int((got == np.concatenate([token for own in wanted for token in own])).sum()),
-    )
-    needed = 1.0 if own_logits else _AGREEMENT[plan.dtype]
+    tokens = got.size
+    agreeing = int((got == np.concatenate([token for own in wanted for token in own])).sum())
+    needed = 1.0 if own_logits else _MIN_AGREEMENT[plan.dtype]
     if (own_logits or not plan.quantized) and agreeing < needed * tokens:
         chooser = (
             "portable sampler's token for the same logits"
@@ -126,15 +135,16 @@ def _device(
 
 def _written(device: GraphRunner | Published, plan: CompilePlan, rows: Sequence[int]) -> Text:
     """What the compiled graph writes after random prompts, in the rows numbered `rows`."""
-    width = 1 if isinstance(device, Published) else min(_PROMPT, plan.ctx_len - 1)
-    ids = np.random.default_rng(0).integers(0, plan.source.interface.vocab_size, (_ROWS, width))[
-        rows
-    ]
+    width = 1 if isinstance(device, Published) else min(_PROMPT_TOKENS, plan.ctx_len - 1)
+    ids = np.random.default_rng(0).integers(
+        0, plan.source.interface.vocab_size, (_ROWS_PER_BATCH, width)
+    )[rows]
     lengths = np.array([width, 1, 1, width])[rows]
     calls = min(
         _CALLS_OF_SESSIONS if isinstance(device, Published) else _CALLS, plan.ctx_len - width
     )
-    state, parameters = device.start(len(rows)), _parameters(plan, rows)
+    state = device.start(len(rows))
+    parameters = _parameters(plan, rows)
     images = [_images(plan, rows, width, call) for call in range(calls)]
     given = iter(images)
 
@@ -151,8 +161,9 @@ def _images(plan: CompilePlan, rows: Sequence[int], width: int, call: int) -> di
     image = plan.source.interface.image
     if image is None:
         return {}
-    count, columns = min(width, 2), width if call == 0 else 1
-    inputs: dict[str, Array] = {IMAGE_ROWS.name: np.full((_ROWS, columns), -1, np.int32)}
+    count = min(width, 2)
+    columns = width if call == 0 else 1
+    inputs: dict[str, Array] = {IMAGE_ROWS.name: np.full((_ROWS_PER_BATCH, columns), -1, np.int32)}
     if call == 0:
         inputs[IMAGE_ROWS.name][0, :count] = np.arange(count)
         inputs[IMAGE_ROWS.name][1, 0] = count - 1
@@ -162,7 +173,7 @@ def _images(plan: CompilePlan, rows: Sequence[int], width: int, call: int) -> di
     )
     if image.axial:
         inputs[POSITION_OFFSETS.name] = np.random.default_rng(call).integers(
-            0, 3, (_ROWS, columns, 3)
+            0, 3, (_ROWS_PER_BATCH, columns, 3)
         )[rows]
     return inputs
 
@@ -193,7 +204,8 @@ def _sampled(
         return list(map(chosen, results))
     interface = plan.source.interface
     runner = GraphRunner(sampler, plan.source.path, interface, plan.ctx_len, spec=interface.sampler)
-    state, tokens = runner.start(len(rows)), []
+    state = runner.start(len(rows))
+    tokens = []
     for call in text:
         state[LOGITS.name] = call.logits
         tokens.append(chosen(runner.step(call.ids, call.lengths, state, _parameters(plan, rows))))
@@ -211,7 +223,7 @@ def _compare_logits(texts: Sequence[Text], portable: Sequence[Text]) -> None:
     if not pairs:  # sessions return none
         return
     error = float(np.max([np.abs(got - wanted) for got, wanted in pairs]))
-    most = _LARGEST_ERROR * max(1.0, float(np.max([np.abs(wanted) for _, wanted in pairs])))
+    most = _MAX_RELATIVE_ERROR * max(1.0, float(np.max([np.abs(wanted) for _, wanted in pairs])))
     if not error <= most:  # NaN must not pass
         raise CompileError(
             f"self-test failed: the compiled graph's logits differ from the portable graph's by {error:.3g}, more than "
@@ -223,12 +235,13 @@ class Published:
     """A compiled package in the sessions that `load` opens, captured if they are; driven as a `GraphRunner` is."""
 
     def __init__(self, package: Package, rows: int, *, logits: bool = False) -> None:
-        """logits: return them, too."""
+        """logits: whether the graph returns its logits as well."""
         compilation = package.manifest.compilation
         assert compilation is not None
         sessions = open_sessions(package, logits=logits)
         self._stepper = Stepper(sessions, rows, compilation.ctx_len, captured=True, logits=logits)
-        self._capacity, self._captured = compilation.ctx_len, sessions.replays is not None
+        self._capacity = compilation.ctx_len
+        self._captured = sessions.replays is not None
         self._keeps_lengths = package.interface.features.sampler
         self._runs = 0
 
@@ -270,15 +283,17 @@ class Published:
                 self._stepper.write(spec.name, values[spec.name])
 
 
-_FEWER: Final = 3  # guesses that a row has less than the row before it
+# Each row has this many guesses less than the row before it.
+_GUESSES_LESS_PER_ROW: Final = 3
 
 
 def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     """Let the compiled graph check guesses, a different number in each row: all of them right, or only half.
     CompileError unless the logits after each token, and every state, equal the results of steps of one token, bit by
     bit; with several rows and with one, and for every number of rows that sessions choose (`ROW_MULTIPLE`)."""
-    interface, rows = plan.interface, min(plan.batch_size or _ROWS, _ROWS)
-    most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT - 2)
+    interface = plan.interface
+    rows = min(plan.batch_size or _ROWS_PER_BATCH, _ROWS_PER_BATCH)
+    most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT_TOKENS - 2)
     if most < 1:
         return
     rounding = measured(published.path / "decoder.onnx")
@@ -290,15 +305,16 @@ def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
 
 
 def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int) -> None:
-    """most: guesses of a step."""
+    """Compare steps that check guesses with steps of one token; `most` is the number of guesses of a step."""
     interface = plan.interface
-    prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT))
-    lengths, ones = np.array([_PROMPT, 1, 2, _PROMPT])[:rows], np.ones(rows, np.int64)
+    prompt = np.random.default_rng(0).integers(0, interface.vocab_size, (rows, _PROMPT_TOKENS))
+    lengths = np.array([_PROMPT_TOKENS, 1, 2, _PROMPT_TOKENS])[:rows]
+    ones = np.ones(rows, np.int64)
     parameters: dict[str, Any] = {
         "temperature": np.array([0, 0.9, 0, 0.9])[:rows],
         "repetition_penalty": 1.1,
     }
-    images = _images(plan, range(rows), _PROMPT, 0)
+    images = _images(plan, range(rows), _PROMPT_TOKENS, 0)
     if POSITION_OFFSETS.name in images:
         parameters[POSITION_OFFSETS.name] = images[POSITION_OFFSETS.name][:, -1:]
 
@@ -309,7 +325,7 @@ def _compare_steps(plan: CompilePlan, runner: GraphRunner, rows: int, most: int)
             (runner.step(steps[-1][0]["next_ids"], ones, state, parameters), _copied(state))
         )
     tokens = np.concatenate([result["next_ids"] for result, _ in steps], axis=1)
-    count = np.maximum(most - _FEWER * np.arange(rows), 0)
+    count = np.maximum(most - _GUESSES_LESS_PER_ROW * np.arange(rows), 0)
     for right in (most, most // 2):
         guesses = np.full((rows, interface.features.num_speculative_tokens), -1)
         guesses[:, :most] = np.where(np.arange(most) < count[:, None], tokens[:, 1 : most + 1], -1)

@@ -22,11 +22,13 @@ from qsample.text.documents import documents_of
 _LENGTH: Final = 2048  # tokens that are read as a text
 _LEAST: Final = 128
 _MOST: Final = 2**16
-_WRITTEN: Final = 8192  # tokens
-_ROW: Final = 128  # of them in a row
-_ROWS: Final = 256  # at most
-_LONGEST: Final = 1024  # tokens of state a row, the opening's included
-_SEED: Final = 2  # another text than those of the divergence and of the cache's scales
+_TEXT_TOKENS: Final = 8192
+_TOKENS_PER_ROW: Final = 128
+_MAX_ROWS: Final = 256
+# The tokens of a row's state, with those of the opening.
+_MAX_STATE_TOKENS: Final = 1024
+# The divergence and the scales of a cache use other seeds, so that they measure another text.
+_SEED: Final = 2
 
 
 def given_text(plan: CompilePlan) -> list[Array]:
@@ -50,7 +52,8 @@ def given_text(plan: CompilePlan) -> list[Array]:
 def own_text(plan: CompilePlan, progress: Callable[[float], None]) -> list[Array]:
     """Sequences [n] int64 that the float model writes, 8,192 tokens, the same each time. A model that chats writes half
     of them as chats, and half after random tokens: of texts of one kind, a fit is worse for texts of the other."""
-    source, capacity = plan.source, min(plan.ctx_len, _LONGEST)
+    source = plan.source
+    capacity = min(plan.ctx_len, _MAX_STATE_TOKENS)
     opening = opening_of(source, capacity)
     openings = [opening, random_starts(source)] if opening.text == CHATS else [opening]
     runner = GraphRunner(
@@ -62,8 +65,8 @@ def own_text(plan: CompilePlan, progress: Callable[[float], None]) -> list[Array
     )
     sequences: list[Array] = []
     for number, one in enumerate(openings):
-        tokens = min(capacity - max(len(one.ids), 1), _ROW)
-        rows = min(-(-_WRITTEN // tokens), _ROWS) // len(openings)
+        tokens = min(capacity - max(len(one.ids), 1), _TOKENS_PER_ROW)
+        rows = min(-(-_TEXT_TOKENS // tokens), _MAX_ROWS) // len(openings)
         text = write_text(
             partial(runner.step, state=runner.start(rows)),
             one,

@@ -146,7 +146,8 @@ def _add_other_files(plan: CompilePlan, folder: Path) -> None:
 
 
 def _too_far_off(divergence: Divergence, plan: CompilePlan, kept: Path | None) -> CompileError:
-    causes, advice = [], []
+    causes = []
+    advice = []
     if plan.weights is not None:
         causes.append(
             f"{_kind(plan)} weights in blocks of {plan.weights.block_size} (preset {plan.options.preset})"

@@ -31,7 +31,8 @@ class DebugDump:
         """CompileError if `folder` has content, lies in one of `kept` (read or replaced packages), or is read-only."""
         self._folder = Path(folder)
         self._phases: list[dict[str, Any]] = []
-        given, advice = f"debug_dump is {str(folder)!r}, which", "give a new or empty folder"
+        given = f"debug_dump is {str(folder)!r}, which"
+        advice = "give a new or empty folder"
         places = (real := self._folder.resolve(), *real.parents)
         if inside := [other for other in kept if other.resolve() in places]:
             raise CompileError(f"{given} is in the package {inside[0]}; {advice} elsewhere")

@@ -26,9 +26,12 @@ from qsample.package.package import Package
 from qsample.package.statistics import estimate_means
 
 ROWS: Final = 32
-TOKENS: Final = 16  # of a row: each costs a pass over the float weights
-_SEED: Final = 0  # another text than those that caches and weights are fitted to
-_WRITING: Final = 0.8  # the share of the time
+# Each token of a row costs a pass over the float weights.
+TOKENS_PER_ROW: Final = 16
+# Caches and weights are fitted to texts of other seeds.
+_SEED: Final = 0
+# Writing the text takes this share of the time, reading it the rest.
+_SHARE_OF_WRITING: Final = 0.8
 
 
 def measure_divergence(
@@ -55,7 +58,7 @@ def measure_divergence(
         runner: makes what runs the quantized graph over a number of rows, a token a call, in place of a `GraphRunner`.
     """
     report = progress or (lambda fraction: None)
-    text = _written(source, capacity, lambda fraction: report(_WRITING * fraction))
+    text = _written(source, capacity, lambda fraction: report(_SHARE_OF_WRITING * fraction))
     if runner is None:
         model = logits_of(quantized, interface)
         # Only the quantized graph needs its kernels' own layout: without it, each call would unpack the weights.
@@ -69,12 +72,13 @@ def measure_divergence(
         part = slice(first, first + (rows or ROWS))
         step = partial(reader.step, state=reader.start(rows or ROWS))
         places += _read(step, text, part, at_once=runner is None)
-        report(_WRITING + (1 - _WRITING) * part.stop / ROWS)
+        report(_SHARE_OF_WRITING + (1 - _SHARE_OF_WRITING) * part.stop / ROWS)
     return _divergence(text, places)
 
 
 def _written(source: Package, capacity: int, progress: Callable[[float], None]) -> OwnText:
-    interface, opening = source.interface, opening_of(source, capacity)
+    interface = source.interface
+    opening = opening_of(source, capacity)
     runner = GraphRunner(
         logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True
     )
@@ -83,7 +87,7 @@ def _written(source: Package, capacity: int, progress: Callable[[float], None]) 
         opening,
         interface.vocab_size,
         rows=ROWS,
-        tokens=min(TOKENS, capacity - max(len(opening.ids), 1)),
+        tokens=min(TOKENS_PER_ROW, capacity - max(len(opening.ids), 1)),
         seed=_SEED,
         keep_logits=True,
         progress=progress,
@@ -117,7 +121,8 @@ def _read(step: Step, text: OwnText, part: slice, *, at_once: bool) -> Iterator[
 def _figures(x: Array, y: Array, tokens: Array) -> tuple[Array, Array, Array]:
     """Of each row: the divergence of the logits `y` [rows, V] from the logits `x`, whether both have the same argmax,
     and how much less likely `y` makes the tokens [rows, 1], in nats."""
-    of_x, of_y = softmax(x), softmax(y)
+    of_x = softmax(x)
+    of_y = softmax(y)
     normalizers = (of_x.normalizer - of_y.normalizer)[:, 0]
     with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
         difference = np.where(of_x.p > 0, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)

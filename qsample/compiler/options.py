@@ -81,19 +81,20 @@ class CompileOptions:
             levels to a text, for cpu; see `quantize.PRESETS`.
         block_size: 16, 32, 64, 128 or 256, in place of the preset's; a smaller size if that takes fewer bytes for the
             inputs of a matrix.
-        calibration_text: for "balanced" and "speed", a text like the model's future input, a list of them, or token ids
+        calibration_text: a text for "balanced" and "speed", like the model's future input, a list of them, or token ids
             of the same form; 128 tokens at least, of which 65,536 are read. Not the text of an evaluation. None: the
             model writes one.
         kv_cache_dtype: "int8" has a scale a channel, measured on the model's own text: a quarter of float32's memory,
             faster steps over long contexts, slower long prompts. "int4", for cpu, takes an eighth and diverges further.
             The package's dtype leaves it as exported.
-        sliding_window_cache: on the CPU, with ONNX Runtime 1.32. See `passes.window_caches`.
+        sliding_window_cache: whether layers with an attention window keep only the newest tokens, on the CPU and
+            with ONNX Runtime 1.32. See `passes.window_caches`.
         num_speculative_tokens: needs provider="cpu" and kv_cache_dtype="int8" or "int4". Each request says whether its
             rows guess.
-        num_devices: for cpu and cuda; at most the model's layers. See docs/devices.md.
-        max_divergence: the largest `evaluation.divergence.Divergence.kl`. 4 bits put SmolLM2-135M-Instruct 0.1 to 0.4
+        num_devices: the number of devices that share the layers, for cpu and cuda; see docs/devices.md.
+        max_divergence: the largest `package.divergence.Divergence.kl`. 4 bits put SmolLM2-135M-Instruct 0.1 to 0.4
             off, 8 bits 0.006: docs/quantization.md.
-        debug_dump: without large weights; see `compiler.debug_dump`.
+        debug_dump: the folder for the graph after each phase, without large weights; see `compiler.debug_dump`.
 
     Raises CompileError, naming the field, if a value is outside its range. Checks that depend on the package or the
     target follow when these are known.

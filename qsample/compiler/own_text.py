@@ -21,16 +21,17 @@ from qsample.package.package import Package
 from qsample.text.chat import ChatOptions
 from qsample.text.tokenizer import Tokenizer
 
-_PART: Final = 512  # tokens of the vocabulary
+_PART_TOKENS: Final = 512
 _MARKS: Final = (
     "qsample-user-1",
     "qsample-assistant",
     "qsample-user-2",
 )  # contents that no template has
 # Temperatures of the texts. People let a model chat below 1; documents are as likely as those that it was trained on.
-_OF_CHATS: Final = 0.7
-_OF_DOCUMENTS: Final = 1.0
-_LARGEST_SHARE: Final = 0.5  # of the context, for what stands before a text
+_CHAT_TEMPERATURE: Final = 0.7
+_DOCUMENT_TEMPERATURE: Final = 1.0
+# An opening may take this share of the context.
+_MAX_OPENING_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Opening:
         text: the kind of the text, one of `divergence.TEXTS`.
         ids: the token ids in front of each row; empty if each row begins with a random token.
         stops: the ids that end a turn.
-        temperature: of the tokens that the model chooses, above 0.
-        turns: what takes the place of the stop that ends a turn, one entry after the other: the end of the turn and the
+        temperature: the temperature at which the model chooses tokens, above 0.
+        turns: the ids that take the place of the stop that ends a turn, one entry after the other: the end of the turn and the
             beginning of the next. Empty if a row goes on after a stop as after any token.
     """
 
@@ -56,23 +57,24 @@ class Opening:
 def opening_of(package: Package, capacity: int) -> Opening:
     """The opening for rows of `capacity` tokens, of a package that need not have a tokenizer."""
     chat = _chat_opening(package)
-    if chat is not None and len(chat.ids) <= _LARGEST_SHARE * capacity:
+    if chat is not None and len(chat.ids) <= _MAX_OPENING_SHARE * capacity:
         return chat
     ids = package.manifest.token_ids
     if ids.bos is None:
         return random_starts(package)
     turns = ((ids.eos[0], ids.bos),) if ids.eos else ()
-    return Opening(DOCUMENTS, (ids.bos,), ids.eos, _OF_DOCUMENTS, turns)
+    return Opening(DOCUMENTS, (ids.bos,), ids.eos, _DOCUMENT_TEMPERATURE, turns)
 
 
 def random_starts(package: Package) -> Opening:
     """The opening of rows that begin with any token of the vocabulary, and go on after a stop token."""
-    return Opening(RANDOM_STARTS, (), package.manifest.token_ids.eos, _OF_DOCUMENTS, ())
+    return Opening(RANDOM_STARTS, (), package.manifest.token_ids.eos, _DOCUMENT_TEMPERATURE, ())
 
 
 def _chat_opening(package: Package) -> Opening | None:
     """None without a chat template, a stop token or jinja2, and for a template that changes what a message says."""
-    stops, tokenizer = package.manifest.token_ids.eos, Tokenizer.of(package)
+    stops = package.manifest.token_ids.eos
+    tokenizer = Tokenizer.of(package)
     if tokenizer is None or tokenizer.chat_template is None or not stops:
         return None
     roles = ("user", "assistant", "user")
@@ -98,7 +100,7 @@ def _chat_opening(package: Package) -> Opening | None:
     ]
     if not all(parts):
         return None
-    return Opening(CHATS, parts[0], stops, _OF_CHATS, (parts[1], parts[2]))
+    return Opening(CHATS, parts[0], stops, _CHAT_TEMPERATURE, (parts[1], parts[2]))
 
 
 @dataclass(slots=True)
@@ -138,8 +140,11 @@ def write_text(
 ) -> OwnText:
     """Let a graph write `rows` rows of `tokens` tokens each, with the same result each time.
 
-    step: takes ids and lengths, moves the graph's states on, and returns its outputs. vocab_size: of random first
-    tokens. seed: of all random numbers. progress: called with the fraction done, in (0, 1].
+    Args:
+        step: a function that takes ids and lengths, moves the graph's states on, and returns its outputs.
+        vocab_size: the number of tokens from which a random first token is drawn.
+        seed: the seed of all random numbers.
+        progress: a function that is called with the fraction done, in (0, 1].
     """
     rng = np.random.default_rng(seed)
     first = np.tile(np.array(opening.ids, np.int64), (rows, 1))
@@ -175,11 +180,13 @@ def sampled(logits: Array, rng: np.random.Generator) -> Array:
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     rows, vocab_size = weights.shape
     # A part of the vocabulary first, then a token of it: running sums of all tokens take ten times as long.
-    parts = np.pad(weights, ((0, 0), (0, -vocab_size % _PART))).reshape(rows, -1, _PART)
+    parts = np.pad(weights, ((0, 0), (0, -vocab_size % _PART_TOKENS))).reshape(
+        rows, -1, _PART_TOKENS
+    )
     ends = parts.sum(-1, dtype=np.float64).cumsum(-1)
     drawn = rng.random((rows, 1)) * ends[:, -1:]
     part = np.minimum((ends <= drawn).sum(-1), ends.shape[-1] - 1)
     before = np.where(part > 0, ends[np.arange(rows), part - 1], 0)[:, None]
     within = before + parts[np.arange(rows), part].cumsum(-1, dtype=np.float64)
-    tokens: Array = np.minimum(part * _PART + (within <= drawn).sum(-1), vocab_size - 1)
+    tokens: Array = np.minimum(part * _PART_TOKENS + (within <= drawn).sum(-1), vocab_size - 1)
     return tokens

@@ -76,18 +76,20 @@ class Build:
     """A decode graph on its way through the phases.
 
     Attributes:
-        folder: the package's, with `decoder.onnx` at the end.
+        plan: the plan of the compile.
+        stages: the stages of the compile, for progress.
+        folder: the folder of the package, with `decoder.onnx` at the end.
         scratch: an empty folder on the same disk, for files that are read until the graph is written.
         model: the graph after the phases so far.
-        texts: token ids that weights are fitted to, [n] int64 each; empty unless the plan is calibrated.
+        texts: the token ids that weights are fitted to, [n] int64 each; empty unless the plan is calibrated.
         adapted: the layers that adapters may change and their weights, while the adapters are apart from the model.
         blockwise: the layers in which the tokens of an image see each other.
-        sampler: only while it is apart from the model.
-        provider_of: node name → provider, as ONNX Runtime reported it when it optimised the graph.
+        sampler: the sampler, while it is apart from the model.
+        provider_of: a node's name → its provider, as ONNX Runtime reported it when it optimised the graph.
         placement: where the nodes run, once the last phase has found out.
-        weights_sha256: of the file of the decode graph's weights, once it is written and if there is one.
-        provider_options: in addition to the target's, if they depend on the graph.
-        parts: of the written graph, one for each device; none for one device.
+        weights_sha256: the sha256 of the file of the decode graph's weights, once there is such a file.
+        provider_options: the options that depend on the graph, in addition to the target's.
+        parts: the parts of the written graph, one for each device; none for one device.
     """
 
     plan: CompilePlan
@@ -288,7 +290,8 @@ def slide_caches(build: Build) -> None:
 
 def quantize_cache(build: Build) -> None:
     """Make the cache int8 or int4, with scales that are measured with the portable graph."""
-    source, progress = build.plan.source, build.stages.begin(Stage.MEASURING_CACHE)
+    source = build.plan.source
+    progress = build.stages.begin(Stage.MEASURING_CACHE)
     bits = BITS[str(build.plan.kv_cache_dtype)]
     scales = measure_scales(source, bits, build.plan.ctx_len, progress)
     apply(build.model, partial(quantize_kv_cache, scales=scales, bits=bits))
@@ -296,7 +299,8 @@ def quantize_cache(build: Build) -> None:
 
 def quantize_matrices(build: Build, pads: bool) -> None:
     """Quantize the weights, fitted to the calibration text if the method does that."""
-    plan, calibrate = build.plan, None
+    plan = build.plan
+    calibrate = None
     assert plan.weights is not None
     if plan.calibrated:
         progress = build.stages.begin(Stage.FITTING)

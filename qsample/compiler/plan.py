@@ -20,10 +20,11 @@ class CompilePlan:
 
     Attributes:
         source: the portable package.
-        interface: of the compiled package.
-        ctx_len: capacity T of the state buffers, in tokens.
-        dtype: of the model and, without kv_cache_dtype, of its cache.
-        weights: how to quantize them, if at all; the bits of a matrix may be others, by a table.
+        options: the options of compile.
+        interface: the interface of the compiled package.
+        ctx_len: the capacity T of the state buffers, in tokens.
+        dtype: the dtype of the model and, without kv_cache_dtype, of its cache.
+        weights: how the weights are quantized; None leaves them as they are. A table may give a matrix other bits.
         store_float16: whether float32 weights are stored in float16.
         kv_cache_dtype: "int8", "int4", or None for the model's dtype.
     """
@@ -44,7 +45,7 @@ class CompilePlan:
 
     @property
     def batch_size(self) -> int | None:
-        """Most rows in one call (None: any number)."""
+        """The most rows of a call; None for any number."""
         return self.options.batch_size
 
     @property
@@ -128,7 +129,8 @@ def _ctx_len(source: Package, asked: int | None) -> int:
 
 
 def _weights(source: Package, options: CompileOptions) -> WeightQuantization | None:
-    own, weights = source.interface.dtype, options.weights
+    own = source.interface.dtype
+    weights = options.weights
     if weights is None or weights == own or (weights, own) == ("float16", "float32"):
         return None
     if not options.quantizes:

@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 Text = Sequence[Call]
 Step = Callable[[Array, Array], dict[str, Array]]
-_NONE: Final = np.empty(0)
+_NO_LOGITS: Final = np.empty(0)
 
 
 def chosen(results: Mapping[str, Array]) -> Array:
@@ -58,8 +58,9 @@ def write(
     for _ in range(calls):
         results = step(ids, lengths)
         tokens = choose(results)
-        yield Call(ids, lengths, tokens, results.get(LOGITS.name, _NONE))
-        ids, lengths = tokens[:, None], np.ones(len(tokens), np.int64)
+        yield Call(ids, lengths, tokens, results.get(LOGITS.name, _NO_LOGITS))
+        ids = tokens[:, None]
+        lengths = np.ones(len(tokens), np.int64)
 
 
 def read(
@@ -85,18 +86,22 @@ def read(
     logits = runner.step(ids, lengths, runner.start(len(ids)), images)[LOGITS.name].reshape(
         *ids.shape, -1
     )
-    found, first = [], 0
+    found = []
+    first = 0
     for text in texts:
         own = np.arange(first, first + len(text[0].ids))
-        ends = np.cumsum([call.lengths for call in text], axis=0) - 1  # of each call in its row
+        # The last token of each call has this place in its row.
+        ends = np.cumsum([call.lengths for call in text], axis=0) - 1
         found.append([logits[own, end] for end in ends.astype(int)])
         first += len(own)
     return found
 
 
 def _joined(values: Sequence[Sequence[Array]], texts: Sequence[Text], off: float | None) -> Array:
-    """[rows of all texts, S, ..]: the real tokens' values of all calls, one after the other, then `off`. values: of
-    each call of each text, [rows, S, ..]."""
+    """The values of the real tokens of all calls, one after the other, then `off`: [rows of all texts, S, ..].
+
+    `values` has an array [rows, S, ..] for each call of each text.
+    """
     rows = [
         np.concatenate(
             [value[row, : call.lengths[row]] for value, call in zip(own, text, strict=True)]

@@ -31,7 +31,8 @@ from qsample.ort.providers import CPU
 from qsample.ort.session import VISION, open_vision
 from qsample.package.package import Package
 
-_DIGITS: Final = 6  # of the cosine: further ones depend on the number of threads
+# Further digits of a cosine depend on the number of threads.
+_COSINE_DIGITS: Final = 6
 
 
 def compile_vision(
@@ -44,7 +45,8 @@ def compile_vision(
     give_features_as(model, ir.DataType(DTYPES[plan.interface.dtype].onnx))
     apply(model, partial(fuse_operators, provider="cpu" if on_cpu else "cuda"))
     if on_cpu:
-        source, optimized = scratch / VISION, scratch / f"optimized-{VISION}"
+        source = scratch / VISION
+        optimized = scratch / f"optimized-{VISION}"
         save_graph(model, source)
         # As of a decode graph: all that any CPU of the architecture runs.
         optimize_file(source, optimized, providers, ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED)
@@ -76,7 +78,10 @@ def compare_vision(plan: CompilePlan, published: Package) -> dict[str, Any]:
             f"graph's by {error:.3g}, more than {most:.3g}, with a cosine of {cosine:.4f}; take weights='float32', or "
             "report it with the versions of onnxruntime and transformers"
         )
-    return {"vision_max_error": rounded_up(error, most), "vision_cosine": round(cosine, _DIGITS)}
+    return {
+        "vision_max_error": rounded_up(error, most),
+        "vision_cosine": round(cosine, _COSINE_DIGITS),
+    }
 
 
 def _stored_in_float16(plan: CompilePlan) -> bool:

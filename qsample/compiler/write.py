@@ -32,8 +32,9 @@ from qsample.package.manifest import GraphPart
 from qsample.sampler import build_sampler
 
 CONTEXT: Final = "EPContext"
-LARGEST_PART: Final = 256 << 20  # bytes of a file of weights for browsers
-_AT_ONCE: Final = 1 << 24  # bytes that are copied at once
+# Browsers load a file of weights as a whole.
+MAX_PART_BYTES: Final = 256 << 20
+_COPY_BYTES: Final = 1 << 24
 RECORD: Final = {"session.record_ep_graph_assignment_info": "1"}
 """The session configuration without which ONNX Runtime does not report where its nodes run."""
 
@@ -62,7 +63,8 @@ def optimize_offline(
     The weights are written to their file before. ONNX Runtime maps the ones it looks at, and the file that it writes
     refers to them, so that nothing is written twice; it adds what it computes of constants.
     """
-    fused, optimized = build.scratch / "fused.onnx", build.scratch / "optimized.onnx"
+    fused = build.scratch / "fused.onnx"
+    optimized = build.scratch / "optimized.onnx"
     with WeightFile(build.scratch / WEIGHTS) as weights:
         weights.take(build.model)
         ir.save(build.model, fused)
@@ -99,7 +101,7 @@ def optimize_file(
     return {node.name: provider for provider, node in assigned_nodes(session)}
 
 
-def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
+def cut_weights(build: Build, most: int = MAX_PART_BYTES) -> None:
     """Cut weights into files of at most `most` bytes, or of one larger tensor; the first keeps its name. Browsers load
     a file as a whole, and none of more than 2 GB."""
     whole = build.folder / WEIGHTS
@@ -122,8 +124,8 @@ def cut_weights(build: Build, most: int = LARGEST_PART) -> None:
         for name, start, stop in zip(names[1:], parts[1:], [*parts[2:], end], strict=True):
             file.seek(start)
             with (build.folder / name).open("wb") as part:
-                for left in range(stop - start, 0, -_AT_ONCE):
-                    part.write(file.read(min(left, _AT_ONCE)))
+                for left in range(stop - start, 0, -_COPY_BYTES):
+                    part.write(file.read(min(left, _COPY_BYTES)))
         file.truncate(parts[1])
     for value in values:
         tensor = value.const_value

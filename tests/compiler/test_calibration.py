@@ -21,7 +21,7 @@ from qsample.package.package import read_package
 def test_half_of_the_text_is_of_another_kind_than_chats(
     template: bool, kinds: int, bundled_package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "_WRITTEN", 240)
+    monkeypatch.setattr(calibration, "_TEXT_TOKENS", 240)
     source = read_package(bundled_package)
     chat = Opening(CHATS, (3, 4, 5), source.manifest.token_ids.eos, 0.8, ((6,), (7, 8)))
     monkeypatch.setattr(

@@ -375,7 +375,8 @@ def _checked(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> 
     in words or as JSON."""
     with progress():
         opened = read_package(package, trusted_keys=trusted_keys or None)
-    signer, trusted = opened.signer or signer_of(opened.path), opened.signer is not None
+    signer = opened.signer or signer_of(opened.path)
+    trusted = opened.signer is not None
     count = len(opened.manifest.files)
     if as_json:
         facts = (

@@ -32,7 +32,9 @@ from qsample.progress import Progress, Stage, unreported
 from qsample.request.sampling_params import SamplingParams
 from qsample.text.documents import documents_of
 
-SEQUENTIAL, BATCHED, CAPTURED = "sequential", "batched", "captured"
+SEQUENTIAL = "sequential"
+BATCHED = "batched"
+CAPTURED = "captured"
 _HEAD: Final = 20
 _MAX_LENGTH: Final = 64
 _STRIDE: Final = 11  # from a prompt's length to the next, so that the rows of a batch are ragged
@@ -133,7 +135,8 @@ def verify(  # noqa: PLR0913  # keywords of the public API
         for place, _, (logits,) in read_windows([stepper], windows, count, prefill=form == BATCHED):
             yield place, logits
 
-    one, options = models[0], SessionOptions(intra_op_num_threads, config=NO_SPINNING)
+    one = models[0]
+    options = SessionOptions(intra_op_num_threads, config=NO_SPINNING)
     report(Stage.COMPARING, 0.0)
     if eager is not None:
         wanted = _eager(eager, windows, rows)
@@ -213,7 +216,8 @@ def _differences(
     head: tuple[Array, Array], name: str, read: Iterable[tuple[int, Array]]
 ) -> Differences:
     ids, wanted = head
-    found, same = np.zeros(ids.shape), np.zeros(len(ids), bool)
+    found = np.zeros(ids.shape)
+    same = np.zeros(len(ids), bool)
     for place, logits in read:
         log_p = log_probabilities(logits, name, place)
         got = log_p[ids[place]]

@@ -126,7 +126,8 @@ def evaluate(  # noqa: PLR0913  # keywords of the public API
     >>> evaluate("tiny-int4", Path("book.txt").read_text("utf-8"), against="tiny-cpu").packages[0].comparisons[0].kl
     """
     report = progress or unreported
-    chosen, references = opened(packages, "package"), opened(against, "reference")
+    chosen = opened(packages, "package")
+    references = opened(against, "reference")
     if not chosen:
         raise ValueError("no package was given; give at least one")
     models = list(
@@ -189,7 +190,9 @@ class _Scores:
         self, models: Sequence[Package], pairs: Sequence[tuple[int, int]], tokens: int
     ) -> None:
         """`pairs`: a package and the reference that it is compared with, by their places in `models`."""
-        self.models, self.pairs, self.tokens = models, list(dict.fromkeys(pairs)), tokens
+        self.models = models
+        self.pairs = list(dict.fromkeys(pairs))
+        self.tokens = tokens
         self.losses = np.zeros((len(models), tokens))
         self.kl = np.zeros((len(self.pairs), tokens))
         self.same = np.zeros((len(self.pairs), tokens), bool)

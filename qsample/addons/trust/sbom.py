@@ -20,12 +20,11 @@ from qsample.package.package import Package
 
 def ml_bom(package: Package) -> dict[str, Any]:
     """The document, JSON-ready."""
-    manifest, source, compilation = (
-        package.manifest,
-        package.manifest.source,
-        package.manifest.compilation,
-    )
-    base, epoch = source.model_id.partition(" + ")[0], os.environ.get("SOURCE_DATE_EPOCH", "")
+    manifest = package.manifest
+    source = package.manifest.source
+    compilation = package.manifest.compilation
+    base = source.model_id.partition(" + ")[0]
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     stated: dict[str, Any] = (
         {"licenses": [{"license": {"name": source.license}}]} if source.license else {}
     )

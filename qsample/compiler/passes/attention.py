@@ -107,7 +107,8 @@ def _split(node: ir.Node, source: ir.Value) -> None:
     for index, (old, new) in enumerate(zip(node.outputs, split.outputs, strict=True)):
         assert old.shape is not None
         batch, heads, length, size = old.shape
-        new.shape, new.type = ir.Shape([batch, length, heads, size]), old.type
+        new.shape = ir.Shape([batch, length, heads, size])
+        new.type = old.type
         _sink(node, new, index)
 
 
@@ -170,7 +171,8 @@ def _skip_earlier_reshape(graph: ir.Graph, node: ir.Node) -> bool:
 
 def _drop(node: ir.Node) -> bool:
     """Remove a reshape to the shape that its input has already."""
-    source, result = node.inputs[0], node.outputs[0]
+    source = node.inputs[0]
+    result = node.outputs[0]
     if source is None or not _known(source) or not _known(result) or result.is_graph_output():
         return False
     if list(source.shape or ()) != list(result.shape or ()):
@@ -181,7 +183,8 @@ def _drop(node: ir.Node) -> bool:
 
 def _make_target_constant(graph: ir.Graph, node: ir.Node) -> bool:
     """Replace a computed target by numbers: 0 copies the input's size on that axis, -1 stands for one that remains."""
-    source, target = node.inputs[0], node.inputs[1]
+    source = node.inputs[0]
+    target = node.inputs[1]
     if source is None or target is None or target.const_value is not None:
         return False
     sizes = _relative_sizes(source, node.outputs[0])
@@ -317,7 +320,8 @@ def absorb_qk_norms(model: ir.Model) -> bool:
     models do."""
     modified = False
     for node in attentions(model.graph):
-        query, key = _norm(node.inputs[Slot.QUERY]), _norm(node.inputs[Slot.KEY])
+        query = _norm(node.inputs[Slot.QUERY])
+        key = _norm(node.inputs[Slot.KEY])
         if (
             query is None
             or key is None
@@ -342,7 +346,8 @@ def _norm(value: ir.Value | None) -> _Norm | None:
         or norm.attributes.get_int("axis", -1) not in (-1, 3)
     ):
         return None
-    split, weight = _reshape(norm.inputs[0]), norm.inputs[1]
+    split = _reshape(norm.inputs[0])
+    weight = norm.inputs[1]
     if split is None or split.inputs[0] is None or weight is None or weight.shape is None:
         return None
     heads = norm.outputs[0].shape

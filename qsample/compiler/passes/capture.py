@@ -50,7 +50,8 @@ def host_nodes(graph: ir.Graph) -> set[ir.Node]:
 def host_arithmetic(graph: ir.Graph, more: Mapping[str, Collection[int]]) -> list[ir.Node]:
     """The nodes between shapes and the inputs that kernels read on the host: a device would have to give results back.
     more: operator → indices of further inputs that its kernels read on the host."""
-    host, found = _host_values(graph).nodes, list[ir.Node]()
+    host = _host_values(graph).nodes
+    found = list[ir.Node]()
     waiting = [
         value.producer()
         for node in graph
@@ -116,11 +117,9 @@ def cut_splits(model: ir.Model) -> bool:
     splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False
     for node in splits:
-        source, sizes, axis = (
-            node.inputs[0],
-            constant(node.inputs[1]),
-            node.attributes.get_int("axis", 0),
-        )
+        source = node.inputs[0]
+        sizes = constant(node.inputs[1])
+        axis = node.attributes.get_int("axis", 0)
         rank = len(source.shape) if source is not None and source.shape is not None else None
         if (
             sizes is None
@@ -143,7 +142,8 @@ def cut_splits(model: ir.Model) -> bool:
                     for number in (start, stop, axis)
                 ]
                 part = ir.node("Slice", [source, *bounds], name=name)
-            part.outputs[0].shape, part.outputs[0].type = output.shape, output.type
+            part.outputs[0].shape = output.shape
+            part.outputs[0].type = output.type
             graph.insert_before(node, part)
             output.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
         graph.remove(node, safe=True)

@@ -18,7 +18,8 @@ from qsample.graph.edit import initializer, insert, put_behind
 from qsample.graph.operators import is_contrib
 
 _EXPERTS: Final = (moe.OP_TYPE, moe.QUANTIZED_OP_TYPE)
-_INPUTS: Final = (moe.Slot.INPUT, moe.Slot.ROUTER)  # the same of both operators
+# Both operators have these inputs in the same places.
+_INPUT_SLOTS: Final = (moe.Slot.INPUT, moe.Slot.ROUTER)
 
 
 def repeat_expert_rows(model: ir.Model) -> bool:
@@ -27,7 +28,8 @@ def repeat_expert_rows(model: ir.Model) -> bool:
     mixtures = [node for node in graph if is_contrib(node, *_EXPERTS)]
     if not mixtures:
         return False
-    multiple, first = row_multiple(graph, 1), mixtures[0]
+    multiple = row_multiple(graph, 1)
+    first = mixtures[0]
     ids = next(value for value in graph.inputs if value.name == INPUT_IDS.name)
     one = initializer(graph, "one", np.array([1], np.int64))
     zero = initializer(graph, "zero", np.array([0], np.int64))
@@ -39,7 +41,7 @@ def repeat_expert_rows(model: ir.Model) -> bool:
         rows = node.inputs[moe.Slot.INPUT]
         assert rows is not None
         count = insert(node, "Shape", [rows], [1], {"start": 0, "end": 1}, dtype=ir.DataType.INT64)
-        for slot in _INPUTS:
+        for slot in _INPUT_SLOTS:
             value = node.inputs[slot]
             assert value is not None
             assert value.shape is not None

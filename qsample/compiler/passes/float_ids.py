@@ -86,7 +86,8 @@ def _shape_of_float(node: ir.Node) -> bool:
     value = node.inputs[0]
     if value is None or value.dtype not in (*_BOOL, ir.DataType.INT64) or value.shape is None:
         return False
-    graph, rank = node.graph, len(value.shape)
+    graph = node.graph
+    rank = len(value.shape)
     assert graph is not None
     column = initializer(graph, f"axis_{rank}", np.array([rank]))
     start, end = (
@@ -102,7 +103,8 @@ def _shape_of_float(node: ir.Node) -> bool:
 def _in_float32(node: ir.Node) -> bool:
     lacking, place = _LACKING[node.op_type]
     places = range(len(node.inputs)) if place is None else (place,)
-    data, output = node.inputs[places[0]], node.outputs[0]
+    data = node.inputs[places[0]]
+    output = node.outputs[0]
     if data is None or data.dtype not in lacking or _is_shape(data):
         return False
     for index in places:
@@ -111,7 +113,8 @@ def _in_float32(node: ir.Node) -> bool:
         node.replace_input_with(index, cast(value, ir.DataType.FLOAT, node))
     dtype = output.dtype or data.dtype
     back = put_behind(output, "Cast", attributes={"to": dtype}, dtype=dtype)
-    back.name, output.name = output.name, f"{output.name}_as_float"
+    back.name = output.name
+    output.name = f"{output.name}_as_float"
     output.type = ir.TensorType(ir.DataType.FLOAT)
     return True
 
@@ -128,10 +131,8 @@ def _is_shape(value: ir.Value) -> bool:
 
 def _without(node: ir.Node) -> None:
     """A or b: not (not a and not b). a xor b: that, and not (a and b)."""
-    values, shape = (
-        [value for value in node.inputs if value is not None],
-        list(node.outputs[0].shape or ()),
-    )
+    values = [value for value in node.inputs if value is not None]
+    shape = list(node.outputs[0].shape or ())
     neither = insert(
         node, "And", [insert(node, "Not", [value], value.shape or ()) for value in values], shape
     )

@@ -57,7 +57,8 @@ _FUSIONS: Final[tuple[Callable[[ir.Model], Any], ...]] = (
     fuse_bias_gelu,
 )
 # The tolerances of numbers in onnxscript's patterns, unless a pattern gives its tolerances.
-_RELATIVE, _ABSOLUTE = 1e-5, 1e-8
+_RELATIVE = 1e-5
+_ABSOLUTE = 1e-8
 
 
 def fuse_operators(model: ir.Model, provider: str) -> bool:
@@ -177,7 +178,8 @@ def _is_plain(node: ir.Node) -> bool:
     transposed = attributes.get_int("transA", 0) or attributes.get_int("transB", 0)
     weight = node.inputs[1]
     constant = weight is not None and weight.is_initializer()
-    source, result = node.inputs[0], node.outputs[0]
+    source = node.inputs[0]
+    result = node.outputs[0]
     known = source is not None and source.shape is not None and result.shape is not None
     return constant and not scaled and not transposed and known and not result.is_graph_output()
 
@@ -237,7 +239,8 @@ def join_projections(model: ir.Model) -> bool:
        them.
     3. MatMulNBits that read a value's columns in the same order (act-order) read the same Gather first.
     """
-    graph, modified = model.graph, _share_orders(model.graph)
+    graph = model.graph
+    modified = _share_orders(model.graph)
     parts = (graph, *graph.subgraphs())
     inputs = [value for part in parts for value in part.inputs]
     for value in [*inputs, *(output for node in graph.all_nodes() for output in node.outputs)]:
@@ -303,7 +306,7 @@ def _projection(node: ir.Node) -> _Projection | None:
 
 
 def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None:
-    """graph: of the constants; the nodes may be in a body."""
+    """Put one product in place of several. `graph` holds the constants; the nodes may be in a body."""
     one = siblings[0].node
     assert isinstance(one.graph, ir.Graph)
     name = f"{one.name}_joint"
@@ -326,7 +329,8 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
         name=f"{name}_split",
     )
     output = joint.outputs[0]
-    output.name, output.type = name, one.outputs[0].type
+    output.name = name
+    output.type = one.outputs[0].type
     output.shape = None if value.shape is None else ir.Shape([*value.shape[:-1], sum(sizes)])
     nodes = {sibling.node for sibling in siblings}
     first = next(node for node in one.graph if node in nodes)  # `value` is computed by then
@@ -341,7 +345,8 @@ def _join(graph: ir.Graph, value: ir.Value, siblings: list[_Projection]) -> None
     for sibling, part in zip(siblings, split.outputs, strict=True):
         found = sibling.offsets
         old = (sibling.node if found is None else found.total).outputs[0]
-        part.type, part.shape = old.type, old.shape
+        part.type = old.type
+        part.shape = old.shape
         old.replace_all_uses_with(part, replace_graph_outputs=True)
         for node in (
             (sibling.node,) if found is None else (found.total, found.product, sibling.node)
@@ -371,10 +376,8 @@ def _quantized_operands(graph: ir.Graph, name: str, siblings: list[_Projection])
 
 def _zero_points(sibling: _Projection) -> ir.TensorProtocol:
     """Those of a projection that has none."""
-    bits, blocks = (
-        sibling.node.attributes.get_int("bits", 4),
-        int(sibling.operands[0].shape.numpy()[1]),
-    )
+    bits = sibling.node.attributes.get_int("bits", 4)
+    blocks = int(sibling.operands[0].shape.numpy()[1])
     return ir.Tensor(middle_zero_points(sibling.output_size, blocks, bits))
 
 

@@ -20,11 +20,18 @@ from qsample.contract.tensors import BATCH, INPUT_IDS, SEQUENCE, retained_name
 from qsample.errors import CompileError
 from qsample.graph.edit import all_initializers, reads
 
-_Weights = dict[ir.Value, int]  # bytes of each
+# A weight → its bytes.
+_Weights = dict[ir.Value, int]
 
 
 class Part(NamedTuple):
-    """layers: their numbers. nbytes: of its weights; a weight that two parts read counts in both."""
+    """A part of a graph.
+
+    Attributes:
+        model: the part as a model.
+        layers: the numbers of its layers.
+        nbytes: the bytes of its weights; a weight that two parts read counts in both.
+    """
 
     model: ir.Model
     layers: range
@@ -55,7 +62,8 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
     _read_batch_from_ids(graph, layer_of)
     levels, fresh = _levels(graph, layer_of)
     order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
-    start, end = _Border(0, -1), _Border(len(order), max(layer_of.values()) + 1)
+    start = _Border(0, -1)
+    end = _Border(len(order), max(layer_of.values()) + 1)
     borders = [start, *_borders(order, levels, layer_of), end]
     weights = [
         _weights_of(order[one.position : two.position], fresh) for one, two in pairwise(borders)
@@ -100,9 +108,14 @@ def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
 def _levels(
     graph: ir.Graph, layer_of: Mapping[str, int]
 ) -> tuple[dict[ir.Node, int], set[ir.Node]]:
-    """The last layer whose states each node depends on, -1 for none; and the nodes to be computed again where they are
-    read: on constants alone, such as casts of weights, or on inputs and constants of one axis."""
-    levels, fresh, constant = dict[ir.Node, int](), set[ir.Node](), set[ir.Node]()
+    """The last layer whose states each node depends on, -1 for none; and the nodes that each part computes again.
+
+    A part computes a node again that depends only on constants, such as a cast of weights, or on inputs and constants
+    of one axis.
+    """
+    levels = dict[ir.Node, int]()
+    fresh = set[ir.Node]()
+    constant = set[ir.Node]()
     for node in graph:
         read = reads(node)
         before = {levels[source] for value in read if (source := value.producer()) in levels}
@@ -174,7 +187,9 @@ def _nbytes(value: ir.Value) -> int:
 
 def _weights_of(nodes: Sequence[ir.Node], fresh: set[ir.Node]) -> _Weights:
     """The constants that nodes read, also through nodes that are computed again."""
-    found, waiting, seen = _Weights(), list(nodes), set[ir.Node]()
+    found = _Weights()
+    waiting = list(nodes)
+    seen = set[ir.Node]()
     while waiting:
         node = waiting.pop()
         if node in seen:

@@ -13,7 +13,8 @@ from qsample.contract.tensors import LENGTHS, RUNNING, STATUS
 from qsample.graph.edit import constant, copy_node, initializer, insert, producer, replace_outputs
 from qsample.graph.operators import is_contrib
 
-_PAST_STATE = 3  # the index of LinearAttention's input
+# The index of the state among LinearAttention's inputs.
+_PAST_STATE_INPUT = 3
 
 
 def branch_where_rows_begin(model: ir.Model) -> bool:
@@ -29,7 +30,7 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
         return False
     begins = _some_row_begins(graph)
     for node in found:
-        start = node.inputs[_PAST_STATE]
+        start = node.inputs[_PAST_STATE_INPUT]
         where = producer(start)
         assert where is not None
         sides = []
@@ -38,7 +39,7 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
             nodes = [copy_node(where, copies, f"{node.name}_{name}")] if state is None else []
             nodes.append(copy_node(node, copies, name))
             if state is not None:
-                nodes[-1].replace_input_with(_PAST_STATE, state)
+                nodes[-1].replace_input_with(_PAST_STATE_INPUT, state)
             sides.append(
                 ir.Graph([], list(nodes[-1].outputs), nodes=nodes, name=f"{node.name}_{name}")
             )
@@ -53,13 +54,14 @@ def branch_where_rows_begin(model: ir.Model) -> bool:
 
 
 def _starts_from_zeros(node: ir.Node) -> bool:
-    if not is_contrib(node, "LinearAttention") or len(node.inputs) <= _PAST_STATE:
+    if not is_contrib(node, "LinearAttention") or len(node.inputs) <= _PAST_STATE_INPUT:
         return False
-    start = node.inputs[_PAST_STATE]
+    start = node.inputs[_PAST_STATE_INPUT]
     where = producer(start)
     if start is None or where is None or where.op_type != "Where" or where.graph is not node.graph:
         return False
-    state, other = where.inputs[1], constant(where.inputs[2])
+    state = where.inputs[1]
+    other = constant(where.inputs[2])
     only_reader = len(start.uses()) == 1 and not start.is_graph_output()
     return (
         only_reader
@@ -74,7 +76,8 @@ def _some_row_begins(graph: ir.Graph) -> ir.Value:
     """A bool scalar: whether the length and the status of a row are 0, and so is the least sum of both."""
     assert RUNNING == 0
     inputs = {value.name: value for value in graph.inputs}
-    first, lengths = graph[0], inputs[LENGTHS.name]
+    first = graph[0]
+    lengths = inputs[LENGTHS.name]
     assert lengths.shape is not None
     sums = insert(first, "Add", [lengths, inputs[STATUS.name]], lengths.shape)
     least = insert(first, "ReduceMin", [sums], [], {"keepdims": 0})

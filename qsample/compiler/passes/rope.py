@@ -24,9 +24,12 @@ from qsample.graph.evaluate import GraphPart, inputs_of, sizes
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib
 
-_AXES: Final = {BATCH: 2, SEQUENCE: 3}  # for trying things out
-_NUMBERS: Final = 2039  # a prime; float16 holds integers up to 2,048
-_MOST_NODES: Final = 24  # of a `turn`; a longer chain is none
+# The sizes of the axes in trial runs.
+_TRIAL_SIZES: Final = {BATCH: 2, SEQUENCE: 3}
+# A prime below 2,048, up to which float16 holds every integer.
+_TRIAL_NUMBERS: Final = 2039
+# A longer chain of nodes is no rotation.
+_MAX_NODES_OF_TURN: Final = 24
 _POSITIONS: Final = (
     LENGTHS.name,
     POSITION_OFFSETS.name,
@@ -140,7 +143,7 @@ def _fits(x: ir.Value, angles: ir.Value) -> bool:
     known = (
         isinstance(heads, int) and isinstance(size, int) and size % 2 == 0 and x.dtype is not None
     )
-    named = all(isinstance(dim, int) or dim.value in _AXES for dim in (batch, length))
+    named = all(isinstance(dim, int) or dim.value in _TRIAL_SIZES for dim in (batch, length))
     return known and named and list(angles.shape) == [batch, 1, length, size]
 
 
@@ -149,9 +152,9 @@ def _is_interleaved(model: ir.Model, x: ir.Value, turned: ir.Value) -> bool | No
     if not _is_near(turned, x):
         return None
     assert x.dtype is not None
-    shape = sizes(x, _AXES)
-    states = (1 + np.arange(np.prod(shape)) % _NUMBERS).reshape(shape).astype(x.dtype.numpy())
-    (result,) = GraphPart(model, [turned], [x])({str(x.name): states}, _AXES)
+    shape = sizes(x, _TRIAL_SIZES)
+    states = (1 + np.arange(np.prod(shape)) % _TRIAL_NUMBERS).reshape(shape).astype(x.dtype.numpy())
+    (result,) = GraphPart(model, [turned], [x])({str(x.name): states}, _TRIAL_SIZES)
     half = states.shape[-1] // 2
     if np.array_equal(result, np.concatenate([-states[..., half:], states[..., :half]], axis=-1)):
         return False
@@ -163,21 +166,21 @@ def _is_near(value: ir.Value, source: ir.Value) -> bool:
     """Whether few nodes stand between `source` and `value`, and nothing else goes in but the sizes of inputs."""
     between: set[ir.Node] = set()
     waiting = [value]
-    while waiting and len(between) <= _MOST_NODES:
+    while waiting and len(between) <= _MAX_NODES_OF_TURN:
         node = waiting.pop().producer()
         if node is None or node in between:
             continue
         between.add(node)
         if node.op_type != "Shape":
             waiting += [read for read in node.inputs if read is not None and read is not source]
-    return 0 < len(between) <= _MOST_NODES and any(source in node.inputs for node in between)
+    return 0 < len(between) <= _MAX_NODES_OF_TURN and any(source in node.inputs for node in between)
 
 
 def _alike_in_pairs(model: ir.Model, cos: ir.Value, sin: ir.Value, *, interleaved: bool) -> bool:
-    rows = sizes(cos, _AXES)[0]
-    offsets = np.arange(rows * _AXES[SEQUENCE] * 3, dtype=np.int32).reshape(rows, -1, 3)
+    rows = sizes(cos, _TRIAL_SIZES)[0]
+    offsets = np.arange(rows * _TRIAL_SIZES[SEQUENCE] * 3, dtype=np.int32).reshape(rows, -1, 3)
     feeds = {LENGTHS.name: np.arange(5, 5 + rows, dtype=np.int32), POSITION_OFFSETS.name: offsets}
-    both = GraphPart(model, [cos, sin])(feeds, _AXES)
+    both = GraphPart(model, [cos, sin])(feeds, _TRIAL_SIZES)
     return all(np.array_equal(*_split(angles, interleaved=interleaved)) for angles in both)
 
 
@@ -190,7 +193,8 @@ def _split(angles: Array, *, interleaved: bool) -> tuple[Array, Array]:
 
 def _whole_heads(node: ir.Node, x: ir.Value) -> tuple[ir.Node, ir.Value]:
     """The rotation's last node and its input: whole heads, if `x` is their first part and the rest is put behind."""
-    part, uses = part_of(x), node.outputs[0].uses()
+    part = part_of(x)
+    uses = node.outputs[0].uses()
     user = next(iter(uses))[0] if len(uses) == 1 else None
     if (
         part is None
@@ -245,7 +249,8 @@ def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
     return [insert(before, "Reshape", [indices, counts], [batch, length]), *tables]
 
 
-_MULTIPLE: Final = 16  # GroupQueryAttention takes head and rotary sizes that are multiples of this
+# GroupQueryAttention takes head and rotary sizes that are multiples of this.
+_SIZE_MULTIPLE: Final = 16
 # The table and the graph compute the same expression; a frequency that depends on more than the position is far off.
 _TOLERANCE: Final = 1e-6
 
@@ -260,12 +265,13 @@ def absorb_rope(model: ir.Model, capacity: int) -> bool:
     tables: dict[tuple[ir.Value | None, ...], tuple[ir.Value, ir.Value] | None] = {}
     modified = False
     for node in attentions(model.graph):
-        query, key = _rotary(node.inputs[Slot.QUERY]), _rotary(node.inputs[Slot.KEY])
+        query = _rotary(node.inputs[Slot.QUERY])
+        key = _rotary(node.inputs[Slot.KEY])
         if query is None or key is None or not _same_rotation(query, key):
             continue
         if node.attributes.get_int("do_rotary", 0):
             continue
-        if key.head_size % _MULTIPLE or key.rotary_size(key.head_size) % _MULTIPLE:
+        if key.head_size % _SIZE_MULTIPLE or key.rotary_size(key.head_size) % _SIZE_MULTIPLE:
             continue
         angles = tuple(key.node.inputs[1:4])
         if angles not in tables:
@@ -296,7 +302,8 @@ def _rotary(value: ir.Value | None) -> _Rotary | None:
     node = producer(value)
     if node is None or not is_contrib(node, "RotaryEmbedding"):
         return None
-    x, heads = node.inputs[0], node.attributes.get_int("num_heads", 0)
+    x = node.inputs[0]
+    heads = node.attributes.get_int("num_heads", 0)
     if (
         x is None
         or x.shape is None
@@ -325,7 +332,8 @@ def _rotate_inside(
     node: ir.Node, query: _Rotary, key: _Rotary, tables: tuple[ir.Value, ir.Value]
 ) -> None:
     cos, sin = tables
-    x_of_query, x_of_key = query.node.inputs[0], key.node.inputs[0]
+    x_of_query = query.node.inputs[0]
+    x_of_key = key.node.inputs[0]
     set_inputs(
         node, {Slot.QUERY: x_of_query, Slot.KEY: x_of_key, Slot.COS_CACHE: cos, Slot.SIN_CACHE: sin}
     )
@@ -343,7 +351,8 @@ def _tables(
     table = compute([0], capacity)
     # Other starts, lengths and neighbours: a token's angles have to follow from its position all the same. The first
     # position tells nothing: its angles are 0 at any frequency.
-    middle, last = capacity // 2, capacity - 1
+    middle = capacity // 2
+    last = capacity - 1
     calls = (
         ([1], 1),
         ([last], 1),

@@ -52,8 +52,9 @@ from qsample.sampler.guess import (
 _PREFIX: Final = "guess."
 _CONTROL: Final = (Slot.SEQLENS_K, Slot.TOTAL_SEQUENCE_LENGTH)
 _ADDED_PER_TOKEN: Final = (Slot.POSITION_IDS, Slot.ATTENTION_BIAS)
-_OF_TOKENS: Final = (IMAGE_ROWS.name, POSITION_OFFSETS.name)  # inputs with a value for each token
-_PADDED: Final = (INPUT_IDS.name, *_OF_TOKENS)
+# The inputs of images have a value for each token.
+_IMAGE_INPUTS: Final = (IMAGE_ROWS.name, POSITION_OFFSETS.name)
+_PADDED_INPUTS: Final = (INPUT_IDS.name, *_IMAGE_INPUTS)
 Values = dict[str, ir.Value]
 
 
@@ -80,7 +81,7 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
     positions = [node for node in graph if _adds_positions(node)]
     packed = pack and _can_be_packed(graph, choice, positions)
     _forget_shapes(graph, logits)
-    image_inputs = {str(value.name): value for value in graph.inputs if value.name in _OF_TOKENS}
+    image_inputs = {str(value.name): value for value in graph.inputs if value.name in _IMAGE_INPUTS}
     replaced = (INPUT_IDS.name, INPUT_LENGTHS.name, *image_inputs)
     values = prepend(model, build_drafter(interface, packed=packed), replaced, _PREFIX)
     if packed:
@@ -194,7 +195,7 @@ def _can_be_packed(graph: ir.Graph, choice: ir.Node, positions: list[ir.Node]) -
         for value in computes(node)
     )
     return all(
-        value.name in _PADDED or BATCH not in map(str, value.shape or ())
+        value.name in _PADDED_INPUTS or BATCH not in map(str, value.shape or ())
         for value in read
         if _is_input(value)
     )
@@ -211,7 +212,8 @@ def _continued(before: ir.Node, given: ir.Value, ids: ir.Value) -> ir.Value:
     """An input of images, [B, S] or [B, S, 3], for guesses, too: they are text, and positions follow the last token."""
     assert before.graph is not None
     assert given.shape is not None
-    rank, offsets = len(given.shape), given.name == POSITION_OFFSETS.name
+    rank = len(given.shape)
+    offsets = given.name == POSITION_OFFSETS.name
     tokens, columns = (
         insert(before, "Shape", [value], [1], {"start": 1, "end": 2}, dtype=ir.DataType.INT64)
         for value in (ids, given)
@@ -249,7 +251,8 @@ def _pad_around(attention: ir.Node, values: Values) -> None:
 
 def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) -> None:
     """Let `logits` be those after each of the tokens LAST_AT, in place of each row's last one."""
-    states, chosen = choice.inputs[0], choice.outputs[0]
+    states = choice.inputs[0]
+    chosen = choice.outputs[0]
     assert states is not None
     flat = insert(choice, "Flatten", [states], [None, None], {"axis": 2})
     picked = insert(choice, "Gather", [flat, values[LAST_AT.name]], [None, None], {"axis": 0})
@@ -257,7 +260,8 @@ def _choose(graph: ir.Graph, choice: ir.Node, logits: ir.Value, values: Values) 
         picked = insert(choice, "Unsqueeze", [picked, reshape_target(graph, [1])], [None, 1, None])
     chosen.replace_all_uses_with(picked, replace_graph_outputs=True)
     if chosen is logits:
-        chosen.name, picked.name = None, LOGITS.name
+        chosen.name = None
+        picked.name = LOGITS.name
     graph.remove(choice, safe=True)
 
 
@@ -272,14 +276,12 @@ def _count_one_row(graph: ir.Graph) -> None:
         if (
             source is None
             or not _is_input(source)
-            or source.name in _PADDED
+            or source.name in _PADDED_INPUTS
             or source.shape is None
         ):
             continue
-        first, last = (
-            node.attributes.get_int("start", 0),
-            node.attributes.get_int("end", len(source.shape)),
-        )
+        first = node.attributes.get_int("start", 0)
+        last = node.attributes.get_int("end", len(source.shape))
         sizes = [1 if dim == ir.SymbolicDim(BATCH) else dim for dim in source.shape][first:last]
         assert all(isinstance(size, int) for size in sizes), (
             f"{source.name} has other sizes than its batch's"

@@ -28,7 +28,8 @@ def slide_windows(model: ir.Model, ctx_len: int) -> dict[str, int]:
     """Let each GroupQueryAttention of `model`, a decode graph with its sampler and the capacity `ctx_len`, keep a cache
     of its window and SLACK - 1 tokens, in place, if nothing else reads its cache, and it is smaller by enough. Returns
     the name of each such layer's keys and the tokens that its cache holds."""
-    graph, held = model.graph, dict[str, int]()
+    graph = model.graph
+    held = dict[str, int]()
     for node in attentions(graph):
         window = node.attributes.get_int(WINDOW, -1)
         capacity = window + SLACK - 1
@@ -78,8 +79,10 @@ def _counts(graph: ir.Graph) -> dict[Slot, ir.Value | None]:
     name = "window.seqlens_k"
     known = {value.name: value for node in graph for value in node.outputs}
     if name not in known:
-        inputs, first = {value.name: value for value in graph.inputs}, graph[0]
-        lengths, status = inputs[LENGTHS.name], inputs[STATUS.name]
+        inputs = {value.name: value for value in graph.inputs}
+        first = graph[0]
+        lengths = inputs[LENGTHS.name]
+        status = inputs[STATUS.name]
         assert lengths.shape is not None
         axes = list(lengths.shape)
         zero, one, run = (

@@ -7,12 +7,14 @@ from typing import Final, NamedTuple
 
 from qsample.contract.tensors import BLOCK_SIZES
 
-FITTED: Final = "gptq"  # levels are fitted to a text; a matrix that cannot be is rounded
-METHODS: Final = ("rtn", FITTED)
+# The levels of this method are fitted to a text; a matrix that cannot be fitted is rounded.
+GPTQ: Final = "gptq"
+METHODS: Final = ("rtn", GPTQ)
 
 
 INT_BITS: Final[Mapping[str, int]] = {"int2": 2, "int4": 4, "int8": 8}
-FLOAT: Final = "float"  # of a matrix that a table leaves as it is
+# The entry of a table for a matrix that stays as it is.
+FLOAT: Final = "float"
 
 
 def entry_of_table(kind: str) -> tuple[int | None, int | None]:
@@ -44,11 +46,11 @@ class Preset(NamedTuple):
     @property
     def fitted(self) -> bool:
         """Whether levels are fitted to a text."""
-        return self.method == FITTED
+        return self.method == GPTQ
 
 
 PRESETS: Final[Mapping[str, Preset]] = {
     "quick": Preset("rtn", 32, head="int4:32", outer="int8:128"),
-    "balanced": Preset(FITTED, 64, head="int4:32", outer="int8:128"),
-    "speed": Preset(FITTED, 128, head="int4:32", outer="int4"),
+    "balanced": Preset(GPTQ, 64, head="int4:32", outer="int8:128"),
+    "speed": Preset(GPTQ, 128, head="int4:32", outer="int4"),
 }

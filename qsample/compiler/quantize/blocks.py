@@ -46,17 +46,17 @@ class QuantizedWeight:
     ) -> None:
         """value: the initializer of the float weights. levels: if they are known already."""
         assert value.const_value is not None
-        self.tensor, self.outputs_first, self.quantization = (
-            value.const_value,
-            outputs_first,
-            quantization,
-        )
+        self.tensor = value.const_value
+        self.outputs_first = outputs_first
+        self.quantization = quantization
         *experts, first, second = (int(size) for size in self.tensor.shape.numpy())
         self.experts = experts[0] if experts else None
         outputs, self.inputs = (first, second) if outputs_first else (second, first)
         size = quantization.block_size
-        self.rows, self.columns = rows or outputs, columns or -(-self.inputs // size) * size
-        self._name, self._levels = str(value.name), levels
+        self.rows = rows or outputs
+        self.columns = columns or -(-self.inputs // size) * size
+        self._name = str(value.name)
+        self._levels = levels
         self._initializers: dict[str, ir.Value] = {}
         self._scales: Array | None = None
         self._zeros: Array | None = None
@@ -196,7 +196,8 @@ def added_up(weights: Iterable[QuantizedWeight]) -> tuple[int, int]:
     """The bytes of `weights` before and after."""
     before = after = 0
     for weight in weights:
-        before, after = before + weight.tensor.nbytes, after + weight.nbytes
+        before = before + weight.tensor.nbytes
+        after = after + weight.nbytes
     return before, after
 
 
@@ -205,12 +206,12 @@ class QuantizationReport:
     """The quantized weights of a graph, and the weights that stayed float.
 
     Attributes:
-        matrices: their number, without experts.
-        bytes_before, bytes_after: of all quantized weights.
-        experts: their number, in all layers.
-        expert_block_size: weights of an expert that share a scale: the options', or the nearest that QMoE takes.
-        float_bytes: of the parameters that are still float; scales and tables of angles do not count.
-        block_sizes: weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
+        matrices: the number of quantized matrices, without experts.
+        bytes_before, bytes_after: the bytes of all quantized weights.
+        experts: the number of experts, in all layers.
+        expert_block_size: the weights of an expert that share a scale: the options', or the nearest that QMoE takes.
+        float_bytes: the bytes of the parameters that are still float; scales and tables of angles do not count.
+        block_sizes: the weights of `matrices` that share a scale: the options', or smaller sizes of fewer bytes.
         bits: the name of each matrix, as `bits.names_of` has it → its entry in a table, such as "int4:32".
     """
 

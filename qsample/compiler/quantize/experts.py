@@ -34,23 +34,31 @@ _FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES)
 def quantize_experts(
     model: ir.Model, quantization: WeightQuantization, block_sizes: Collection[int] = BLOCK_SIZES
 ) -> bool:
-    """Quantize the experts of `model`, in place. Returns whether there were any; `quantization_report` has the figures.
+    """Quantize the experts of `model`, in place; `quantization_report` has the figures.
 
-    block_sizes: for the device's QMoE. Experts get the largest that divides the inputs and is at most
-    `quantization.block_size`, or else the smallest that divides them; if it does not divide the hidden units, zeros are
-    added, without effect on results. Experts whose inputs no size divides stay float.
+    Experts get the largest of `block_sizes` that divides the inputs and is at most `quantization.block_size`, or else
+    the smallest that divides them. If it does not divide the hidden units, zeros are added, without effect on results.
+    Experts whose inputs no size divides stay float.
+
+    Args:
+        model: the graph.
+        quantization: how its weights are quantized.
+        block_sizes: the sizes that the device's QMoE takes.
+
+    Returns:
+        Whether there were any experts.
     """
     graph = model.graph
     quantized: dict[ir.Value, QuantizedWeight] = {}
-    experts: dict[ir.Value | None, int] = {}  # the value that chooses them → how many
+    # The value that chooses experts → their number.
+    experts: dict[ir.Value | None, int] = {}
     for node in list(graph):
         if is_contrib(node, moe.OP_TYPE):
-            choice, found = (
-                node.inputs[Slot.ROUTER],
-                _mixture(node, quantization, block_sizes, quantized),
-            )
+            choice = node.inputs[Slot.ROUTER]
+            found = _mixture(node, quantization, block_sizes, quantized)
         elif moe.gather_of_weights(node) is not None:
-            choice, found = node.inputs[1], _lookup(node, quantization, quantized)
+            choice = node.inputs[1]
+            found = _lookup(node, quantization, quantized)
         else:
             continue
         if found is not None:
@@ -81,7 +89,9 @@ def _mixture(
 ) -> int | None:
     """Turn an MoE into a QMoE, its weights added to `quantized`. Returns the number of experts; None if they stay."""
     inputs = [*node.inputs, *[None] * (len(Slot) - len(node.inputs))]
-    fc1, fc2, bias = inputs[Slot.FC1], inputs[Slot.FC2], inputs[Slot.FC1_BIAS]
+    fc1 = inputs[Slot.FC1]
+    fc2 = inputs[Slot.FC2]
+    bias = inputs[Slot.FC1_BIAS]
     if fc1 is None or fc2 is None or fc1.const_value is None or fc2.const_value is None:
         return None
     experts, hidden, size = (int(dim) for dim in fc2.const_value.shape.numpy())

@@ -48,7 +48,8 @@ def store_as_float16(model: ir.Model) -> bool:
             name=f"{value.name}_cast",
         )
         result = cast.outputs[0]
-        result.shape, result.type = value.shape, value.type
+        result.shape = value.shape
+        result.type = value.type
         graph.insert_before(graph[0], cast)
         value.replace_all_uses_with(result)
         graph.initializers.pop(str(value.name))

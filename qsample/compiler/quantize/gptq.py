@@ -204,7 +204,8 @@ def _grid(
     weight: Array, importance: Array, quantization: WeightQuantization
 ) -> tuple[Array, Array]:
     """Scales, in the dtype of the weights, and zero points, uint8, of a matrix [K, N]: [N, K / block size] each."""
-    size, bits = quantization.block_size, quantization.bits
+    size = quantization.block_size
+    bits = quantization.bits
     inputs, outputs = weight.shape
     rows = np.pad(weight, ((0, -inputs % size), (0, 0))).T
     if quantization.zero_points:

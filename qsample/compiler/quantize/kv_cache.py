@@ -31,8 +31,9 @@ _FACTORS: Final = {
     4: tuple(1 - 0.05 * step for step in range(14)),
 }  # of the scales that are tried
 _ROWS: Final = 4
-_TOKENS: Final = 64  # of a row
-_SEED: Final = 1  # another text than the divergence is measured on
+_TOKENS_PER_ROW: Final = 64
+# The divergence is measured on a text of another seed.
+_SEED: Final = 1
 _SCALE_OF: Final = {Slot.PAST_KEY: Slot.K_SCALE, Slot.PAST_VALUE: Slot.V_SCALE}
 
 
@@ -43,7 +44,8 @@ def measure_scales(
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> dict[str, Array]:
     """State name → each channel's scale, [H, D] float32, from text that the portable package `source` writes."""
-    interface, opening = source.interface, opening_of(source, capacity)
+    interface = source.interface
+    opening = opening_of(source, capacity)
     runner = GraphRunner(
         logits_of(source.path, interface), source.path, interface, capacity, weights_mapped=True
     )
@@ -53,7 +55,7 @@ def measure_scales(
         opening,
         interface.vocab_size,
         rows=_ROWS,
-        tokens=min(_TOKENS, capacity - max(len(opening.ids), 1)),
+        tokens=min(_TOKENS_PER_ROW, capacity - max(len(opening.ids), 1)),
         seed=_SEED,
         progress=progress,
     )
@@ -66,7 +68,8 @@ def measure_scales(
 def scales_of(values: Array, bits: int) -> Array:
     """[H, D] float32: each channel's scale for `values` [B, H, n, D]. In 8 bits it leaves room above the largest; in 4
     it is the scale with the least squared error, which clips some. A channel that was always 0 gets scale 1."""
-    limit, values = 2 ** (bits - 1), values.astype(np.float32)
+    limit = 2 ** (bits - 1)
+    values = values.astype(np.float32)
     largest = np.abs(values).max(axis=(0, 2)) * np.float32(_MARGIN)
     widest = np.where(largest > 0, largest / (limit - 1), 1).astype(np.float32)
     tried = np.array(_FACTORS[bits], np.float32)[:, None, None] * widest
@@ -84,7 +87,15 @@ def scales_of(values: Array, bits: int) -> Array:
 
 def quantize_kv_cache(model: ir.Model, scales: Mapping[str, Array], bits: int) -> bool:
     """Hold every cache state of `model` in `bits` bits, in place; only GroupQueryAttention reads and writes them.
-    Returns whether there was one. scales: as `measure_scales` returns them."""
+
+    Args:
+        model: the graph.
+        scales: the result of `measure_scales`.
+        bits: the bits of a number, 8 or 4.
+
+    Returns:
+        Whether the graph had such a state.
+    """
     inputs = {value.name: value for value in model.graph.inputs}
     outputs = {value.name: value for value in model.graph.outputs}
     for name, own in scales.items():

@@ -12,8 +12,9 @@ from qsample.compiler.quantize.rounding import choose_grid, round_to_grid, round
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
 
-_AT_ONCE: Final = 2**22  # weights that are looked at together
-_FIRST: Final = 4  # weights of a block that are looked at before all of it
+_WEIGHTS_PER_PART: Final = 2**22
+# A block whose first weights settle the question is not read to its end.
+_FIRST_WEIGHTS: Final = 4
 
 
 class Levels(NamedTuple):
@@ -52,7 +53,8 @@ class WeightQuantization:
 def quantize_matrix(weight: Array, quantization: WeightQuantization) -> Levels:
     """Round a matrix [K, N] of float32, float16 or bfloat16 to the nearest levels, K a multiple of the block size."""
     inputs, outputs = weight.shape
-    size, bits = quantization.block_size, quantization.bits
+    size = quantization.block_size
+    bits = quantization.bits
     if quantization.zero_points:
         grid = choose_grid(weight.T, bits, size)
         levels = round_to_grid(weight.T, bits, size, grid)
@@ -69,8 +71,9 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
     less than 128 steps of a power of two. MXFP4's are (OCP Microscaling Formats 1.0): 12 halves of their scale at most.
     """
     inputs, outputs = weight.shape
-    all_levels, all_scales = blocks.reshape(outputs, -1), scales.reshape(outputs, -1)
-    rows = max(1, _AT_ONCE // inputs)
+    all_levels = blocks.reshape(outputs, -1)
+    all_scales = scales.reshape(outputs, -1)
+    rows = max(1, _WEIGHTS_PER_PART // inputs)
     for first in range(0, outputs, rows):
         part = slice(first, min(first + rows, outputs))
         weights = np.ascontiguousarray(weight[:, part].T, np.float32).reshape(-1, block_size)
@@ -79,9 +82,10 @@ def _keep_exact_blocks(weight: Array, block_size: int, blocks: Array, scales: Ar
             np.ldexp(np.float32(1), exponents - 7).astype(scales.dtype).astype(np.float32)
         )  # 0 if it has none
         exact = np.flatnonzero(steps[:, 0] > 0)
-        for count in (_FIRST, block_size):  # a few weights rule out nearly all blocks
+        for count in (_FIRST_WEIGHTS, block_size):  # a few weights rule out nearly all blocks
             levels = weights[exact, :count] / steps[exact]
             whole = (levels == np.round(levels)).all(axis=1)
-            exact, levels = exact[whole], levels[whole]
+            exact = exact[whole]
+            levels = levels[whole]
         all_levels[part].reshape(-1, block_size)[exact] = (levels + 128).astype(np.uint8)
         all_scales[part].reshape(-1)[exact] = steps[exact, 0]

@@ -16,24 +16,31 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 
-_LANES: Final = 4  # weights that are moved together
-_MOVED: Final = np.complex128  # NumPy's only type of their size
-# The places of the farthest weight, in levels, that are tried besides the lowest; below 0 at the other end. With 4
+# Weights are moved in lanes of this many, as numbers of NumPy's only type of that size.
+_LANES: Final = 4
+_LANE_DTYPE: Final = np.complex128
+# The levels that are tried for the farthest weight besides the lowest; below 0 at the other end. With 4
 # bits, the scale of the least squared error moves away from the largest weights, and a real model diverges further.
-_TRIED: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4)}
-_NOISE: Final = np.float32(1e-5)  # of the squared weights: what float32 may hide
+_LEVELS_OF_FARTHEST_WEIGHT: Final[Mapping[int, tuple[float, ...]]] = {2: (2.6, 3, -2.4)}
+# float32 may hide this share of the squared weights.
+_NOISE_SHARE: Final = np.float32(1e-5)
 # The parts of the range below and above 0 that the levels of a block with a zero point may reach over.
 _RANGES: Final = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (1.0, 0.85), (0.85, 1.0))
-_LEAST_STEP: Final = np.float32(1e-12)  # of blocks of zeros, so that nothing is divided by 0
+# Blocks of zeros have this step, so that nothing is divided by 0.
+_MIN_STEP: Final = np.float32(1e-12)
 
 
 def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array, Array]:
     """Quantize blocks; 0 becomes the middle level.
 
-    weights: float32, float16 or bfloat16, in any shape; `block_size` of them in a row are a block. bits: 2, 4 or 8.
-    block_size: divides the last axis; a multiple of 4. Returns levels [blocks, block size * bits / 8], uint8, the first
-    one of a byte in the low bits; scales [blocks], dtype of the weights. Levels are the nearest for the scales as
-    stored.
+    Args:
+        weights: float32, float16 or bfloat16 in any shape; `block_size` adjacent weights are a block.
+        bits: the bits of a level: 2, 4 or 8.
+        block_size: a multiple of 4 that divides the last axis.
+
+    Returns:
+        The levels, [blocks, block size * bits / 8] uint8, the first of a byte in the low bits; and the scales, [blocks]
+        in the dtype of the weights. Levels are the nearest for the scales as stored.
     """
     lanes = _lanes(weights, block_size)
     steps = (
@@ -43,7 +50,7 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
         lanes *= np.repeat(
             np.divide(np.float32(1), steps, out=np.zeros_like(steps), where=steps != 0), _LANES
         )
-        if bits in _TRIED:
+        if bits in _LEVELS_OF_FARTHEST_WEIGHT:
             factors = _closest(lanes, steps, bits, weights.dtype)
             lanes *= np.repeat(1 / factors, _LANES)
             steps *= factors
@@ -51,8 +58,12 @@ def round_to_nearest(weights: Array, bits: int, block_size: int) -> tuple[Array,
 
 
 class Grid(NamedTuple):
-    """The levels that blocks may have: scale * (level - zero point). scales: [blocks], dtype of the weights. zeros:
-    [blocks], uint8 in [0, 2^bits)."""
+    """The levels that blocks may have: scale * (level - zero point).
+
+    Attributes:
+        scales: [blocks], in the dtype of the weights.
+        zeros: [blocks] uint8, the zero points, in [0, 2^bits).
+    """
 
     scales: Array
     zeros: Array
@@ -61,17 +72,25 @@ class Grid(NamedTuple):
 def choose_grid(
     weights: Array, bits: int, block_size: int, importance: Array | None = None
 ) -> Grid:
-    """The grid with zero points for each block of `weights`, as in `round_to_nearest`. importance: float32 in the shape
-    of the weights, at least 0, the weight of each squared error; by default all count alike."""
+    """The grid with zero points for each block of weights.
+
+    Args:
+        weights, bits, block_size: the arguments of `round_to_nearest`.
+        importance: float32 in the shape of the weights, at least 0, the weight of each squared error; by default all
+            errors count alike.
+    """
     lanes = _lanes(weights, block_size)
     counts = None if importance is None else _lanes(importance, block_size)
     top = np.float32(2**bits - 1)
-    high, low = np.maximum(_across(np.maximum, lanes), 0), np.minimum(_across(np.minimum, lanes), 0)
-    gains, scales, zeros = np.full_like(high, -1), np.zeros_like(high), np.zeros_like(high)
+    high = np.maximum(_across(np.maximum, lanes), 0)
+    low = np.minimum(_across(np.minimum, lanes), 0)
+    gains = np.full_like(high, -1)
+    scales = np.zeros_like(high)
+    zeros = np.zeros_like(high)
     with np.errstate(all="ignore"):  # weights that are no numbers
         for below, above in _RANGES:
             steps = np.maximum(
-                (high * np.float32(above) - low * np.float32(below)) / top, _LEAST_STEP
+                (high * np.float32(above) - low * np.float32(below)) / top, _MIN_STEP
             )
             middles = np.clip(np.rint(low * np.float32(-below) / steps), 0, top)
             levels = lanes * np.repeat(1 / steps, _LANES)
@@ -114,7 +133,7 @@ def _lanes(weights: Array, block_size: int) -> Array:
     moved = (
         np.ascontiguousarray(weights, np.float32)
         .reshape(-1)
-        .view(_MOVED)
+        .view(_LANE_DTYPE)
         .reshape(-1, block_size // _LANES)
     )
     return moved.T.copy().view(np.float32)
@@ -122,7 +141,8 @@ def _lanes(weights: Array, block_size: int) -> Array:
 
 def _farthest(lanes: Array) -> Array:
     """The weight of each block that is farthest from 0, from its weights [block size / 4, 4 * blocks]."""
-    high, low = _across(np.maximum, lanes), _across(np.minimum, lanes)
+    high = _across(np.maximum, lanes)
+    low = _across(np.minimum, lanes)
     farthest = np.where(np.abs(high) > np.abs(low), high, low)
     return np.where(farthest == 0, lanes[0, ::_LANES], farthest)  # of zeros, the first one's sign
 
@@ -133,9 +153,10 @@ def _closest(lanes: Array, steps: Array, bits: int, dtype: np.dtype) -> Array:
     With weights w in plain steps, levels q have the least squared error with a scale s of wq / qq. Less ww, the error
     is s² qq - 2 s wq, and -(wq)² / qq for that s.
     """
-    end, rounded = 2 ** (bits - 1), np.empty_like(lanes)
+    end = 2 ** (bits - 1)
+    rounded = np.empty_like(lanes)
     sums = []
-    for place in (end, *_TRIED[bits]):
+    for place in (end, *_LEVELS_OF_FARTHEST_WEIGHT[bits]):
         np.rint(
             lanes if place == end else np.multiply(lanes, np.float32(place / end), out=rounded),
             out=rounded,
@@ -146,7 +167,7 @@ def _closest(lanes: Array, steps: Array, bits: int, dtype: np.dtype) -> Array:
             [_joined(np.add, np.einsum("ij,ij->j", by, rounded)) for by in (lanes, rounded)]
         )
     wq, qq = sums[0]
-    limit = qq - 2 * wq - _NOISE * wq
+    limit = qq - 2 * wq - _NOISE_SHARE * wq
     for others in sums[1:]:
         better = others[0] ** 2 / others[1] > wq**2 / qq
         wq, qq = np.where(better, others, (wq, qq))
@@ -165,7 +186,8 @@ def _packed(lanes: Array, bits: int) -> Array:
     """The bytes of levels [block size / 4, 4 * blocks], which are clipped, and cut to whole numbers."""
     levels = np.clip(lanes, 0, 2**bits - 1, out=lanes).astype(np.uint8).view(np.uint32)
     if bits == 4:
-        pairs = levels | (levels >> 4)  # in the first and the third byte of four
+        # The pairs are in the first and the third byte of four.
+        pairs = levels | (levels >> 4)
         levels = ((pairs & 0xFF) | ((pairs >> 8) & 0xFF00)).astype(np.uint16)
     elif bits == 2:
         levels = (levels | (levels >> 6) | (levels >> 12) | (levels >> 18)).astype(np.uint8)

@@ -163,7 +163,8 @@ def _ways(
 ) -> dict[ir.Node, tuple[_Matrix, WeightQuantization]]:
     """The nodes to quantize, with their matrix and its quantization, the same for all nodes of a matrix: a table that
     is also the head's has the head's."""
-    kept, found = moe.routers(graph) | offset_products(graph), {}
+    kept = moe.routers(graph) | offset_products(graph)
+    found = {}
     products_first = sorted(names, key=lambda node: node.op_type == "Gather")
     ways: dict[ir.Value, WeightQuantization | None] = {}
     for node in products_first:
@@ -209,7 +210,8 @@ def _fitting(
     quantization: WeightQuantization, matrix: _Matrix, pads: bool
 ) -> WeightQuantization | None:
     """`quantization` in the blocks that `matrix` gets; None if it stays float."""
-    inputs, known = matrix.input_size, _KERNELS_OF_2_BITS if quantization.bits == 2 else BLOCK_SIZES
+    inputs = matrix.input_size
+    known = _KERNELS_OF_2_BITS if quantization.bits == 2 else BLOCK_SIZES
     pads = pads or all(user.op_type == "Gather" for user in matrix.value.consumers())
     sizes = [size for size in known if size <= min(quantization.block_size, inputs)]
     by_bytes = {
@@ -267,7 +269,8 @@ def _constant(value: ir.Value | None, *, transposed: bool) -> _Matrix | None:
 
 
 def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
-    rows, blocks = weight.rows, weight.row_blocks
+    rows = weight.rows
+    blocks = weight.row_blocks
     operands = weight.operands((rows, blocks, weight.block_bytes), (rows * blocks,))
     attributes = {
         "K": weight.inputs,
@@ -286,7 +289,8 @@ def _product(graph: ir.Graph, node: ir.Node, weight: QuantizedWeight) -> None:
 
 def _lookup(graph: ir.Graph, node: ir.Node, table: QuantizedWeight) -> None:
     """The lookup reads the blocks that MatMulNBits reads: a table [N, blocks, block size], of which it takes rows."""
-    rows, blocks = table.rows, table.row_blocks
+    rows = table.rows
+    blocks = table.row_blocks
     levels, scales = table.operands(
         (rows, blocks, table.block_bytes), (rows, blocks, 1), "block_scales"
     )

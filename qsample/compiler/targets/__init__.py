@@ -47,11 +47,11 @@ class Target(ABC):
     Attributes:
         name: the value of `CompileOptions.provider`.
         execution_providers: ONNX Runtime's names, first the provider that compiles for the device.
-        provider_options: of the first provider, in the session that runs the package. The manifest names them; a
+        provider_options: the first provider's options, in the session that runs the package. The manifest names them; a
             session takes them if `ort.providers` lists them for that provider, or if this target is installed.
         default_options: fields of CompileOptions for a model that is given directly (`models.SourceModel.cached`).
         dtypes: the dtypes that the device's kernels compute in.
-        weight_bits: of quantized weights that the device multiplies by.
+        weight_bits: the bits of quantized weights that the device multiplies by.
         kv_cache_dtypes: quantized caches that the device's attention takes.
         capabilities: the features that the phases keep or make; a plan that needs another is refused.
     """

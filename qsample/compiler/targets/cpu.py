@@ -47,11 +47,13 @@ class CpuTarget(Target):
 
     name = "cpu"
     execution_providers: tuple[str, ...] = (CPU,)
-    dtypes: tuple[str, ...] = ("float32", "float16")  # of GroupQueryAttention's CPU kernels
+    # GroupQueryAttention has CPU kernels for these.
+    dtypes: tuple[str, ...] = ("float32", "float16")
     weight_bits: tuple[int, ...] = (2, 4, 8)
     kv_cache_dtypes: tuple[str, ...] = ("int8", "int4")
     capabilities: frozenset[Capability] = frozenset(Capability) - {Capability.DTYPE_CONVERSION}
-    rounds_activations = True  # to 8 bits, in products with quantized weights
+    # Products with quantized weights round activations to 8 bits.
+    rounds_activations = True
 
     def check(self, plan: CompilePlan) -> None:
         if plan.options.num_speculative_tokens:
@@ -114,10 +116,8 @@ class CpuTarget(Target):
 
 def _check_speculation(plan: CompilePlan) -> None:
     """Raise CompileError if steps of several tokens could choose other tokens than steps of one, or cannot be made."""
-    given, features = (
-        f"num_speculative_tokens={plan.options.num_speculative_tokens}",
-        plan.source.interface.features,
-    )
+    given = f"num_speculative_tokens={plan.options.num_speculative_tokens}"
+    features = plan.source.interface.features
     if states := len(plan.source.interface.recurrent):
         raise CompileError(
             f"{given}: this model has {states} states of a fixed size, which cannot return to the token before a wrong "

@@ -72,7 +72,8 @@ class CudaTarget(Target):
 
     def interface(self, plan: CompilePlan) -> Interface:
         """In half precision, and captured if it has the sampler."""
-        own, captured = plan.interface, plan.interface.features.sampler
+        own = plan.interface
+        captured = plan.interface.features.sampler
         return replace(own, dtype=plan.dtype, kv_cache_dtype=plan.kv_cache_dtype, captured=captured)
 
     def fixed_axes(self, plan: CompilePlan) -> Mapping[str, int]:
@@ -109,7 +110,8 @@ def check_capture(build: Build) -> None:
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
     """Find out where the nodes run; CompileError if the graph does not load, or a node computes outside the device."""
-    device, files = providers[0], [part.file for part in build.parts] or [DECODER]
+    device = providers[0]
+    files = [part.file for part in build.parts] or [DECODER]
     own = [
         provider_options,
         *({**provider_options, "device_id": str(number)} for number in range(1, len(files))),

@@ -107,7 +107,8 @@ def take_total_from_shape(model: ir.Model) -> bool:
     host reads it, and must not have to wait for the lengths. Returns whether there was one."""
     nodes = attentions(model.graph)
     for node in nodes:
-        axis, int64 = {"start": 2, "end": 3}, ir.DataType.INT64
+        axis = {"start": 2, "end": 3}
+        int64 = ir.DataType.INT64
         shape = insert(node, "Shape", [node.inputs[Slot.PAST_KEY]], [1], axis, dtype=int64)
         total = cast(insert(node, "Squeeze", [shape], []), ir.DataType.INT32, node)
         set_inputs(node, {Slot.TOTAL_SEQUENCE_LENGTH: total})
@@ -122,10 +123,8 @@ def plain_products(model: ir.Model) -> bool:
         flags = {
             name: attribute.value for name, attribute in node.attributes.items() if attribute.value
         }
-        sides, shapes = (
-            list(node.inputs[:2]),
-            [value.shape for value in node.inputs[:2] if value is not None],
-        )
+        sides = list(node.inputs[:2])
+        shapes = [value.shape for value in node.inputs[:2] if value is not None]
         known = [shape for shape in shapes if shape is not None]
         if (
             flags.pop("alpha", 1.0) != 1.0
