@@ -43,8 +43,8 @@ class Opening:
         ids: the token ids in front of each row; empty if each row begins with a random token.
         stops: the ids that end a turn.
         temperature: the temperature at which the model chooses tokens, above 0.
-        turns: the ids that take the place of the stop that ends a turn, one entry after the other: the end of the turn and the
-            beginning of the next. Empty if a row goes on after a stop as after any token.
+        turns: the ids that take the place of the stop that ends a turn, one entry after the other: the end of the turn
+            and the beginning of the next. Empty if a row goes on after a stop as after any token.
     """
 
     text: str
