@@ -309,7 +309,7 @@ def _patterns(
             compiled.append((pattern, re.compile(rf"(.*\.)?({pattern})$"), value))
         except (ValueError, re.error) as error:
             raise QsampleError(
-                f"{path}: {name} holds {pattern!r:.80}, which is not a regular expression that is accepted ({error}); "
+                f"{path}: {name} holds {pattern!r:.80}, which is not a regular expression that can be taken ({error}); "
                 r"give fewer, of names, dots, \d, [...], two of * and + at most, and groups (a|b) that are not repeated"
             ) from error
     return compiled

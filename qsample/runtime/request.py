@@ -263,7 +263,7 @@ class Request:
         self._end(outcome)
 
     def fail(self, failure: Failure) -> None:
-        """End the request with an error for its readers."""
+        """End the request with `failure`, whose error its readers get."""
         self._end(failure)
 
     def _end(self, outcome: RequestOutput | Failure) -> None:
