@@ -275,7 +275,8 @@ def _compare(
     from qsample.models.model import SourceModel
 
     documents = [read_text(path, "--text") for path in comparison.text or ()] or None
-    other = open_model(against)  # first: it fails fast
+    # The reference comes first, because it fails faster.
+    other = open_model(against)
     opened = open_exported(package, models.choices)
     reference: Any = other.eager_logits() if isinstance(other, SourceModel) else other
     if reference is None:  # a decoder file

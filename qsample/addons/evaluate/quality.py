@@ -29,7 +29,8 @@ from qsample.text.documents import documents_of
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8
-_TIMED_TOKENS: Final = 64  # in front of the timed steps; also the number of steps
+# The prompt before the timed steps has this many tokens, and there are as many steps.
+_TIMED_TOKENS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,10 @@ class Comparison:
     """How far a package is from the package in the folder `reference`, on the same tokens.
 
     Attributes:
-        kl: Kullback-Leibler divergence of the package's distribution from the reference's, sum of p_reference *
+        reference: the folder of the reference.
+        kl: the Kullback-Leibler divergence of the package's distribution from the reference's, sum of p_reference *
             ln(p_reference / p_package), in nats a token.
-        agreement: share of tokens, in [0, 1], with the same likeliest next token (top-1).
+        agreement: the share of tokens, in [0, 1], with the same likeliest next token (top-1).
         perplexity_ratio: the package's perplexity over the reference's; its interval is of pairs, and so narrower than
             the intervals of the two perplexities.
     """
@@ -55,11 +57,12 @@ class PackageQuality:
     """A package: the folder `path`, and how good it is.
 
     Attributes:
+        path: the folder.
         label: the format of its weights, in words.
-        bytes: of all its files.
+        bytes: the size of all its files.
         perplexity: exp of the mean negative log-likelihood of a token.
-        comparisons: with each reference.
-        step_ms: milliseconds of a decode step of a row, median, if they were measured.
+        comparisons: the comparison with each reference.
+        step_ms: the median time of a decode step of a row, in milliseconds; None if it was not measured.
     """
 
     path: str
@@ -75,10 +78,11 @@ class Evaluation:
     """Packages on a text.
 
     Attributes:
-        tokens, documents: numbers of scored tokens and of documents.
-        max_length, stride: of the windows, in tokens; see `texts.cut_windows`.
-        confidence: of every interval, in (0, 1).
-        packages: in the order given, then the references, each of them once.
+        tokens, documents: the numbers of scored tokens and of documents.
+        max_length: the tokens of a window.
+        stride: the tokens from the beginning of a window to the next; see `windows.cut_windows`.
+        confidence: the confidence of every interval, in (0, 1).
+        packages: the packages in the order given, then the references, each of them once.
     """
 
     tokens: int
@@ -109,15 +113,15 @@ def evaluate(  # noqa: PLR0913  # keywords of the public API
         packages: a folder, a `Package`, a result of `export` or `compile`, or a list of these.
         text: a document, or a list of documents. Each is a text, tokenized as a prompt is, or token ids, [n] integers.
         against: references, as `packages`: each package is compared with each of them.
-        max_length: tokens of a window, at least 2; by default the capacity of all packages, at most 1,024.
-        stride: tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives tokens
-            more context and takes longer; see `texts.cut_windows`.
-        batch_size: windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
-        confidence: of the intervals, in (0, 1); `statistics` has the method.
-        seed: of their resamples, an integer.
-        step_time: time decode steps of a single row, too, with prompts of up to 64 tokens.
-        intra_op_num_threads: of ONNX Runtime, by default its choice.
-        progress: called with a stage's name and the fraction done, in [0, 1].
+        max_length: the tokens of a window, at least 2; by default the capacity of all packages, at most 1,024.
+        stride: the tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives tokens
+            more context and takes longer; see `windows.cut_windows`.
+        batch_size: the windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
+        confidence: the confidence of the intervals, in (0, 1); `package.statistics` has the method.
+        seed: the seed of their resamples, an integer.
+        step_time: whether decode steps of a single row are timed, too, after prompts of up to 64 tokens.
+        intra_op_num_threads: the threads of an operator, by default ONNX Runtime's choice.
+        progress: a function that is called with a stage's name and the fraction done, in [0, 1].
 
     Raises ValueError for a wrong argument and for a text without a token to score; QsampleError if the packages'
     vocabularies or tokenizers differ, a package has no tokenizer for a text, or a model gives logits that are not
@@ -329,7 +333,8 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
 
     report(f"{Stage.TIMING} {package.path.name}", 0.8)
     longest = _longest_context(package) or 2 * _TIMED_TOKENS
-    tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))  # less the warm-up
+    # Eight places are left for the steps that warm up.
+    tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))
     model = load(package.path, intra_op_num_threads=threads, verify=False)
     return measure(model, prompt_tokens=tokens, new_tokens=tokens).decode_ms
 
