@@ -114,8 +114,8 @@ def evaluate(  # noqa: PLR0913  # keywords of the public API
         text: a document, or a list of documents. Each is a text, tokenized as a prompt is, or token ids, [n] integers.
         against: references, as `packages`: each package is compared with each of them.
         max_length: the tokens of a window, at least 2; by default the capacity of all packages, at most 1,024.
-        stride: the tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives tokens
-            more context and takes longer; see `windows.cut_windows`.
+        stride: the tokens from a window to the next, 1 to max_length, by default half of it. A smaller stride gives
+            tokens more context and takes longer; see `windows.cut_windows`.
         batch_size: the windows that are read at once, at least 1; fewer if a package was compiled for fewer rows.
         confidence: the confidence of the intervals, in (0, 1); `package.statistics` has the method.
         seed: the seed of their resamples, an integer.
