@@ -182,6 +182,6 @@ def test_guesses_change_nothing_unless_the_attention_counts_wrong(
     right = compile_package(small, tmp_path / "right", options)
     assert right.interface.features.num_speculative_tokens == 4
     assert any(node.op_type == "GatherND" for node in ir.load(right.path / "decoder.onnx").graph)
-    monkeypatch.setattr(several_tokens, "SEQLENS_K", several_tokens.READ)
+    monkeypatch.setattr(several_tokens, "SEQLENS_K", several_tokens.STEP_LENGTHS)
     with pytest.raises(CompileError, match="self-test failed"):
         compile_package(small, tmp_path / "wrong", options)

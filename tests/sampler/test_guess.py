@@ -372,14 +372,14 @@ def test_as_one_by_one() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("face", VERIFIED[1:], ids=["everything", "seed"])
+@pytest.mark.parametrize("face", VERIFIED[1:], ids=["everything", "llama.cpp"])
 def test_with_all_features(face: Interface) -> None:
     rng = np.random.default_rng(1)
     assert sum(check(face, rng) for _ in range(10)) > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("face", VERIFIED, ids=["plain", "everything", "seed"])
+@pytest.mark.parametrize("face", VERIFIED, ids=["plain", "everything", "llama.cpp"])
 def test_many_as_one_by_one(face: Interface) -> None:
     rng = np.random.default_rng(2)
     assert sum(check(face, rng) for _ in range(500)) > 500

@@ -40,11 +40,11 @@ from qsample.sampler.guess import (
     LAST_AT,
     PADDED_AT,
     POSITIONS,
-    READ,
     SEQLENS_K,
     STEP_IDS,
+    STEP_LENGTHS,
     TOKENS_AT,
-    VERIFIED,
+    VERIFIER_INPUTS,
     build_drafter,
     build_verifier,
 )
@@ -88,7 +88,10 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
         # Steps of single tokens have the multiple, too, so that guesses change nothing under any host.
         row_multiple(graph, 2)
     for node in attentions(graph):
-        control = {Slot.QUERY_SEQLENS: values[READ.name], Slot.SEQLENS_K: values[SEQLENS_K.name]}
+        control = {
+            Slot.QUERY_SEQLENS: values[STEP_LENGTHS.name],
+            Slot.SEQLENS_K: values[SEQLENS_K.name],
+        }
         set_inputs(node, {**control, Slot.TOTAL_SEQUENCE_LENGTH: _capacity(graph, node)})
     _choose(graph, choice, logits, values)
     first = next(node for node in graph if not str(node.name).startswith(_PREFIX))
@@ -105,9 +108,9 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
             _pad_around(node, values)
         _count_one_row(graph)
     values[INPUT_IDS.name].replace_all_uses_with(ids)
-    values[INPUT_LENGTHS.name].replace_all_uses_with(values[READ.name])
+    values[INPUT_LENGTHS.name].replace_all_uses_with(values[STEP_LENGTHS.name])
 
-    graph.outputs.extend(values[spec.name] for spec in VERIFIED)
+    graph.outputs.extend(values[spec.name] for spec in VERIFIER_INPUTS)
     append_sampler(model, build_verifier(interface, pad_token_id), interface.decoder)
     if packed:
         # `interface` has no row multiple, so `append_sampler` did not keep this input.
