@@ -22,6 +22,7 @@ TARGETS: Final = "qsample.targets"
 CHECKPOINTS: Final = "qsample.checkpoints"
 SOURCES: Final = "qsample.sources"
 SPELLINGS: Final = "qsample.spellings"
+DIALECTS: Final = "qsample.dialects"
 
 
 def extension_names(group: str) -> list[str]:

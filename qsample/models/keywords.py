@@ -3,17 +3,17 @@ graph, options of the hub, and a request for a source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
 from qsample.huggingface.facade import choose_dtype
+from qsample.models.dialects import read_from_pretrained
 from qsample.models.sources import SourceRequest
 from qsample.package.signature import TrustedKeys
-from qsample.request.qefficient import read_config
 from qsample.request.refusals import check_from_pretrained
 
 
@@ -51,7 +51,6 @@ class OpenKeywords(FeatureKeywords, HubKeywords, total=False):
     """All keywords of `from_pretrained`."""
 
     for_serving: bool
-    qaic_config: Mapping[str, Any] | None
     dtype: Any
     torch_dtype: Any
     device_map: Any
@@ -86,13 +85,13 @@ class OpenOptions:
     trusted_keys: TrustedKeys | None
 
 
-def read_keywords(name: str, keywords: OpenKeywords, *, images: bool | None) -> OpenOptions:
+def read_keywords(name: str, given: OpenKeywords, *, images: bool | None) -> OpenOptions:
     """What the keywords of `from_pretrained` ask for.
 
     Args:
         name: the hub id, folder or file to open.
-        keywords: the keywords as they were given; the names of transformers and QEfficient may be
-            among them.
+        given: the keywords as they were given; the names of transformers, and of other programs that
+            an add-on knows, may be among them.
         images: whether images are read, too; None: if they can be.
 
     Raises:
@@ -100,6 +99,7 @@ def read_keywords(name: str, keywords: OpenKeywords, *, images: bool | None) -> 
             for something.
         TypeError: for an unknown keyword.
     """
+    keywords = cast(OpenKeywords, read_from_pretrained(given))
     known = OpenKeywords.__optional_keys__
     others = {key: value for key, value in keywords.items() if key not in known}
     check_from_pretrained(others, known)
@@ -144,5 +144,5 @@ def _features(keywords: OpenKeywords) -> Features:
     }
     if given.get("filter_order") is None:
         given.pop("filter_order", None)
-    features = replace(Features(**given), **read_config(keywords.get("qaic_config") or {}))
+    features = Features(**given)
     return features.for_serving() if keywords.get("for_serving") else features

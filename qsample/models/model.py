@@ -27,6 +27,7 @@ from qsample.huggingface.facade import (
     is_dtype,
 )
 from qsample.models.cache import Recipe, open_cached
+from qsample.models.dialects import GenerateArguments, read_compile, read_generate
 from qsample.models.sources import CheckpointSource, GraphSource, ModelSource, WeightSource
 from qsample.package.package import (
     Package,
@@ -36,7 +37,6 @@ from qsample.package.package import (
 )
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
-from qsample.request.qefficient import read_compile, read_generate
 from qsample.request.refusals import NO_ADAPTERS
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
@@ -108,10 +108,11 @@ class Model(ModelMethods):
     ) -> GenerateOutput: ...
 
     def generate(self, inputs: Any = None, params: Any = None, **options: Any) -> Any:
-        """Generate text or tokens; see `runtime.CausalLM.generate`. QEfficient's arguments are
-        accepted, too."""
-        inputs, params, options = read_generate(inputs, params, options, self.features)
-        return self.runtime.generate(inputs, params, **options)
+        """Generate text or tokens; see `runtime.CausalLM.generate`. The arguments of other programs
+        are accepted if an add-on knows them."""
+        given = GenerateArguments(inputs, params, options)
+        arguments = read_generate(given, self.features)
+        return self.runtime.generate(arguments.inputs, arguments.params, **arguments.keywords)
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:

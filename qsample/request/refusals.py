@@ -1,5 +1,4 @@
-"""Keywords and attributes of transformers and QEfficient that qsample lacks, each with the
-alternative."""
+"""Keywords and attributes of transformers that qsample lacks, each with the alternative."""
 
 from __future__ import annotations
 
@@ -288,73 +287,6 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
     rest = without_refused(FROM_PRETRAINED, given).keys() - IGNORED_KEYWORDS
     if rest:
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
-
-
-_AI100: Final = "it is an option of Cloud AI 100's compiler; leave it out"
-_ROW_LENGTH: Final = (
-    "attention reads the tokens that a row has, however long ctx_len is; leave it out"
-)
-
-# Refused arguments of QEfficient's `compile`.
-COMPILE: Final[Mapping[str, Refusal]] = {
-    **refusals(
-        "mxfp6_matmul", 'ONNX Runtime has no MX formats; give weights="int8" or "int4"', False
-    ),
-    **refusals(
-        "mxint8_kv_cache", 'ONNX Runtime has no MX formats; give kv_cache_dtype="int8"', False
-    ),
-    **refusals(
-        "num_cores aic_num_cores",
-        "qsample.runtime.load(path, intra_op_num_threads=...) sets the CPU's threads",
-    ),
-    **refusals("onnx_path", "give from_pretrained the exported package; leave it out"),
-    **refusals("compile_dir", "give path, the folder of the package"),
-    **refusals("kv_cache_batch_size", "the cache has the rows of full_batch_size; leave it out"),
-    **refusals("prefill_only", "the same graph reads prompts and decodes; leave it out"),
-    **refusals("retain_full_kv", "the same graph reads prompts and decodes; leave it out", False),
-    **refusals(
-        "kv_cache_prefix custom_io specializations",
-        "the contract fixes inputs and states; leave it out",
-    ),
-    **refusals("comp_ctx_lengths_prefill comp_ctx_lengths_decode", _ROW_LENGTH),
-    **refusals("convert_to_fp16", 'give from_pretrained dtype="float16"', False),
-    **refusals("aic_enable_depth_first allow_mxint8_mdp_io enable_qnn", _AI100, False),
-    **refusals("mos aic_hw_version mdp_ts_num_devices qnn_config", _AI100),
-}
-# These only affect how QEfficient exports, and the size of the pieces in which it reads prompts.
-# The runtime chooses that size itself, and no token depends on it, so any value is accepted.
-COMPILE_IGNORED: Final = frozenset(
-    {
-        "prefill_seq_len",
-        "prefill_seq_length",
-        "enable_chunking",
-        "moe_prefill_packed_chunk_size",
-        "layerwise",
-        "layerwise_window_size",
-        "use_onnx_subfunctions",
-        "offload_pt_weights",
-        "dynamo",
-    }
-)
-# Refused keys of QEfficient's `qaic_config`.
-QAIC_CONFIG: Final[Mapping[str, Refusal]] = {
-    **refusals(
-        "speculative_model_type",
-        "compile(num_speculative_tokens=...) makes a package whose steps check guesses",
-    ),
-    **refusals("ccl_enabled", _ROW_LENGTH, False),
-    **refusals(
-        "num_kv_blocks mla_absorption", "it chooses how attention is computed there; leave it out"
-    ),
-}
-# Refused keys of QEfficient's `sampling_params`.
-SAMPLING_PARAMS: Final[Mapping[str, Refusal]] = {
-    **refusals(
-        "random_numbers",
-        "seed=... makes the numbers of each row and position in the graph; give it to generate",
-    ),
-    **refusals("last_accepted_output_tokens", "the graph keeps each row's tokens; leave it out"),
-}
 
 
 NO_ADAPTERS: Final = (

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.addons.migrate.qefficient import (
+    REFUSED_COMPILE,
+    REFUSED_QAIC_CONFIG,
+    REFUSED_SAMPLING_PARAMS,
+)
 from qsample.errors import unknown
 from qsample.request.refusals import (
     APPLY_CHAT_TEMPLATE,
-    COMPILE,
     FROM_PRETRAINED,
     GENERATE,
     IGNORED_KEYWORDS,
-    QAIC_CONFIG,
-    SAMPLING_PARAMS,
     UNSUPPORTED_SETTINGS,
     check_from_pretrained,
     without_refused,
@@ -30,9 +32,9 @@ TABLES = (
     UNSUPPORTED_SETTINGS,
     FROM_PRETRAINED,
     APPLY_CHAT_TEMPLATE,
-    COMPILE,
-    QAIC_CONFIG,
-    SAMPLING_PARAMS,
+    REFUSED_COMPILE,
+    REFUSED_QAIC_CONFIG,
+    REFUSED_SAMPLING_PARAMS,
 )
 
 

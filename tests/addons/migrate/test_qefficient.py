@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.contract.interface import Features
-from qsample.request import qefficient
-from qsample.request.qefficient import read_compile, read_config, read_generate
-from qsample.request.refusals import (
-    COMPILE,
-    COMPILE_IGNORED,
-    GENERATE,
-    QAIC_CONFIG,
-    SAMPLING_PARAMS,
+from qsample.addons.migrate import qefficient
+from qsample.addons.migrate.qefficient import (
+    IGNORED_COMPILE,
+    QEFFICIENT,
+    REFUSED_COMPILE,
+    REFUSED_QAIC_CONFIG,
+    REFUSED_SAMPLING_PARAMS,
+    read_config,
 )
+from qsample.contract.interface import Features
+from qsample.models.dialects import GenerateArguments
+from qsample.request.refusals import GENERATE
 from qsample.request.sampling_params import SamplingParams
 
-PAGE = (Path(__file__).parents[2] / "docs" / "qefficient.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "qefficient.md").read_text("utf-8")
 # Of its commit ebf55e8: the arguments of `compile` and `generate`.
 ITS_COMPILE = [
     "onnx_path", "compile_dir", "prefill_seq_len", "ctx_len", "comp_ctx_lengths_prefill", "comp_ctx_lengths_decode",
@@ -45,6 +47,15 @@ ITS_DEFAULTS = {
     "use_onnx_subfunctions": False, "offload_pt_weights": True, "enable_chunking": False, "retain_full_kv": None,
     "moe_prefill_packed_chunk_size": 256, "layerwise": False, "layerwise_window_size": 1, "kv_cache_prefix": None,
 }  # fmt: skip
+
+
+def read_compile(keywords: dict[str, Any]) -> Any:
+    return QEFFICIENT.read_compile(keywords)
+
+
+def read_generate(inputs: Any, params: Any, keywords: dict[str, Any], features: Features) -> Any:
+    read = QEFFICIENT.read_generate(GenerateArguments(inputs, params, keywords), features)
+    return read.inputs, read.params, read.keywords
 
 
 def its_program(name: str, tokenizer: Any, *, greedy: bool) -> tuple[Any, Any]:
@@ -162,8 +173,8 @@ def test_every_argument_of_its_compile_is_known() -> None:
 
     assert not {*ITS_COMPILE} - {
         "full_batch_size",
-        *COMPILE,
-        *COMPILE_IGNORED,
+        *REFUSED_COMPILE,
+        *IGNORED_COMPILE,
         *inspect.signature(CompileOptions).parameters,
     }
     read = read_compile(ITS_DEFAULTS)
@@ -209,7 +220,9 @@ def test_the_config_names_features() -> None:
         "some/model", qaic_config=config, continuous_batching=True
     )
     assert opened.features == Features(probs=True, allowed_tokens=True)
-    assert read_config({"include_sampler": False, "return_pdfs": None}) == {"sampler": False}
+    assert read_config({"include_sampler": False, "return_pdfs": None}) == {
+        "include_sampler": False
+    }
     for wrong, message in (
         (
             {"include_samplers": True},
@@ -293,10 +306,10 @@ def test_the_page_has_every_name() -> None:
     for name in (
         *ITS_COMPILE,
         *ITS_GENERATE,
-        *QAIC_CONFIG,
-        *SAMPLING_PARAMS,
-        *COMPILE,
-        *COMPILE_IGNORED,
+        *REFUSED_QAIC_CONFIG,
+        *REFUSED_SAMPLING_PARAMS,
+        *REFUSED_COMPILE,
+        *IGNORED_COMPILE,
     ):
         assert re.search(rf"`[^`]*\b{name}\b", PAGE), name
     for name in ITS_GENERATE:
