@@ -1,6 +1,8 @@
-"""Values that a caller gave, checked: each is returned as qsample keeps it, or a ValueError names it, the given value
-and what is accepted. `number`, `integer`, `choice`, `flag`, `instance` and `checked` are fields of dataclasses, for
-`check_fields`. Needs the standard library only.
+"""Checks of the values that a caller gives. A ValueError names the argument, the given value and
+the accepted values.
+
+`number`, `integer`, `choice`, `flag`, `instance` and `checked` are fields of dataclasses for
+`check_fields`. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ T = TypeVar("T")
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
-    """Whether `value` is an integer from `least` to `most`; a bool is not, an integer of NumPy is."""
+    """Whether `value` is an integer from `least` to `most`; a bool is not, an integer of NumPy
+    is."""
     return _is_a(Integral, value) and least <= value <= most
 
 
@@ -38,7 +41,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def checked_timeout(timeout: Any) -> float | None:
-    """Seconds as `threading` takes them, or None to wait for ever. Raises ValueError."""
+    """Seconds that `threading` accepts, or None to wait without limit. Raises ValueError."""
     if timeout is None:
         return None
     if not is_number(timeout):
@@ -49,12 +52,19 @@ def checked_timeout(timeout: Any) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """A value that can be compared: an array, compared number by number, as a list."""
+    """A value that can be compared: an array becomes a list."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 class Limits(NamedTuple):
-    """The numbers that a field accepts, and in words, `accepted`; hosts in other languages get them from here."""
+    """The numbers that a field accepts, also for hosts in other languages.
+
+    Attributes:
+        least: The smallest number.
+        most: The largest number.
+        accepted: The numbers in words.
+        kind: The type, int or float.
+    """
 
     least: float
     most: float
@@ -71,16 +81,23 @@ def number(
     optional: bool = False,
     **metadata: Any,
 ) -> Any:
-    """A field for a number from `least` to `most`.
-    default: kept as it is, within the limits or not; None implies `optional`. accepted: the limits in words, the object
-    of "give". metadata: of the field, for its doors: the help of a flag, for example."""
+    """A dataclass field for a number.
+
+    Args:
+        default: The default, which may lie outside the limits.
+        least: The smallest number.
+        most: The largest number.
+        accepted: The accepted numbers in words, which complete the sentence "give …".
+        optional: Whether None is accepted.
+        metadata: Further metadata of the field, such as the help of a flag.
+    """
     return _ranged(default, Limits(least, most, accepted, float), is_number, optional, metadata)
 
 
 def integer(
     default: Any, least: int, most: float, accepted: str, *, optional: bool = False, **metadata: Any
 ) -> Any:
-    """A field for an integer from `least` to `most`; see `number`."""
+    """A dataclass field for an integer; for the arguments see `number`."""
     return _ranged(default, Limits(least, most, accepted, int), is_integer, optional, metadata)
 
 
@@ -90,11 +107,9 @@ def _ranged(
     def check(name: str, value: Any) -> Any:
         if optional and value is None:
             return None
-        return (
-            limits.kind(value)
-            if is_valid(value, *limits[:2])
-            else refuse(name, value, limits.accepted)
-        )
+        if not is_valid(value, limits.least, limits.most):
+            refuse(name, value, limits.accepted)
+        return limits.kind(value)
 
     return checked(default, check, limits=limits, **metadata)
 
@@ -102,14 +117,17 @@ def _ranged(
 def choice(
     default: Any, choices: Collection[Any], *, optional: bool = False, **metadata: Any
 ) -> Any:
-    """A field for one of `choices`; see `number`."""
-    listed = ", ".join(map(str, choices)) + (", or None" if optional or default is None else "")
+    """A dataclass field for one of `choices`; for the other arguments see `number`."""
+    listed = ", ".join(map(str, choices))
+    if optional or default is None:
+        listed += ", or None"
 
     def check(name: str, value: Any) -> Any:
-        # Of equal values of other types, such as True and 1, none is a choice; compared first, as a list has no hash.
-        if (optional and value is None) or any(
-            type(value) is type(item) and value == item for item in choices
-        ):
+        if optional and value is None:
+            return value
+        # Equal values of another type, such as True and 1, are not accepted. A list has no hash, so
+        # the values are compared one by one.
+        if any(type(value) is type(item) and value == item for item in choices):
             return value
         raise ArgumentError(f"{name} is {shown(value)}; choose one of {listed}", name)
 
@@ -117,15 +135,24 @@ def choice(
 
 
 def flag(default: bool | None, **metadata: Any) -> Any:
-    """A field for True or False, and None if that is the default."""
+    """A dataclass field for True or False. A default of None is kept."""
     return instance(bool, "True or False", default, **metadata)
 
 
 def instance(kind: Any, accepted: str, default: Any = MISSING, **metadata: Any) -> Any:
-    """A field for a value of a type, or of several: `str | None`; see `number`, and `checked` for `factory`."""
+    """A dataclass field for a value of a type.
+
+    Args:
+        kind: The type, or a union such as `str | None`.
+        accepted: The accepted values in words, which complete the sentence "give …".
+        default: The default.
+        metadata: `factory`, see `checked`, and further metadata of the field.
+    """
 
     def check(name: str, value: Any) -> Any:
-        return value if isinstance(value, kind) else refuse(name, value, accepted)
+        if not isinstance(value, kind):
+            refuse(name, value, accepted)
+        return value
 
     return checked(default, check, **metadata)
 
@@ -138,10 +165,17 @@ def checked(
     hashed: bool | None = None,
     **metadata: Any,
 ) -> Any:
-    """A field that keeps the default, or the result of `check(name, value)` for another value; without `check`, any
-    value. `check` raises ValueError; see `refuse`.
-    factory: makes the default, in place of `default`. hashed: whether the value counts for the dataclass's hash; by
-    default, if it counts for equality."""
+    """A dataclass field that keeps the default, or the checked value.
+
+    Args:
+        default: The default.
+        check: A function of the name and the value that returns the value to keep, or raises
+            ValueError; see `refuse`. None accepts any value.
+        factory: A function that makes the default, in place of `default`.
+        hashed: Whether the value counts for the hash of the dataclass; by default, if it counts for
+            equality.
+        metadata: Further metadata of the field.
+    """
     metadata["check"] = check
     return field(default=default, default_factory=factory, hash=hashed, metadata=metadata)
 
@@ -157,14 +191,26 @@ def from_keywords(kind: type[T], function: str, given: Mapping[str, Any]) -> T:
 
 
 def refuse(name: str, value: Any, accepted: str) -> NoReturn:
-    """Raise ArgumentError. name: of the field; details may follow, after a space. accepted: the object of "give"."""
+    """Raise ArgumentError.
+
+    Args:
+        name: The name of the field; details may follow after a space.
+        value: The given value.
+        accepted: The accepted values in words, which complete the sentence "give …".
+    """
     raise ArgumentError(f"{name} is {shown(value)}; give {accepted}", name.partition(" ")[0])
 
 
 def check_fields(options: Any, error: type[Exception] | None = None) -> None:
-    """Check a dataclass's fields, from its `__post_init__`, and keep the results; `error` replaces ArgumentError."""
+    """Check the fields of a dataclass in its `__post_init__`, and keep the results.
+
+    Args:
+        options: The dataclass.
+        error: The type of exception that replaces ArgumentError, if any.
+    """
     for entry in fields(options):
-        value, check = getattr(options, entry.name), entry.metadata.get("check")
+        value = getattr(options, entry.name)
+        check = entry.metadata.get("check")
         if check is None or value is entry.default:
             continue
         try:

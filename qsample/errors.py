@@ -1,16 +1,14 @@
 """The exceptions that qsample raises on purpose, and the parts of their messages.
 
-    QsampleError
-    ├── UnsupportedModelError    the model cannot become a decode graph
-    ├── ParityError              an exported graph differs from its model
-    ├── CompileError             a package cannot be compiled, or the result failed its self-test
-    ├── PackageError             a package is missing, damaged, of another version, or cannot be written
-    ├── QueueFullError           an engine takes no more requests
-    ├── EngineClosedError        an engine is closed
-    └── RequestFailedError       a function that came with a request raised
+    QsampleError ├── UnsupportedModelError    the model cannot become a decode graph ├── ParityError
+    an exported graph differs from its model ├── CompileError             a package cannot be
+    compiled, or the result failed its self-test ├── PackageError             a package is missing,
+    damaged, of another version, or cannot be written ├── QueueFullError           an engine takes
+    no more requests ├── EngineClosedError        an engine is closed └── RequestFailedError       a
+    function that came with a request raised
 
-Wrong arguments raise ValueError (ArgumentError, which names the argument) or TypeError. A message says what was given,
-what is accepted and what to do.
+Wrong arguments raise ValueError (ArgumentError, which names the argument) or TypeError. A message
+says what was given, what is accepted and what to do.
 """
 
 from __future__ import annotations
@@ -24,16 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-DISTRIBUTION: Final = (
-    "qsample-onnx"  # its name on PyPI and npm; `qsample` there is another project's
-)
+# The name on PyPI and npm, where `qsample` belongs to another project.
+DISTRIBUTION: Final = "qsample-onnx"
 
-_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """`text` with control characters but line feeds escaped: a stranger's names must not command a terminal."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+    """`text` with escaped control characters, except for line feeds: a stranger's names must not
+    command a terminal."""
+    return _CONTROL_CHARACTER.sub(
+        lambda match: match[0].encode("unicode_escape").decode("ascii"), text
+    )
 
 
 class QsampleError(Exception):
@@ -46,11 +46,13 @@ class QsampleError(Exception):
 
 
 class UnsupportedModelError(QsampleError):
-    """The model does something that the decode graph cannot express. Raised before any long work."""
+    """The model does something that the decode graph cannot express. Raised before any long
+    work."""
 
 
 class ParityError(QsampleError):
-    """The exported graph does not compute what the Hugging Face model computes; nothing was published."""
+    """The results of the exported graph differ from the Hugging Face model's; nothing was
+    published."""
 
 
 class CompileError(QsampleError):
@@ -70,12 +72,17 @@ class EngineClosedError(QsampleError):
 
 
 class RequestFailedError(QsampleError):
-    """A function that came with the request raised (the cause), or its text could not be decoded."""
+    """A function that came with the request raised (the cause), or its text could not be
+    decoded."""
 
 
 class ArgumentError(ValueError):
-    """A value that an argument does not accept. message: with the value and the remedy. argument: the name, for doors
-    that have another name for it."""
+    """An argument does not accept a value.
+
+    Attributes:
+        argument: The name of the argument, for callers that have another name for it; None if
+            unknown.
+    """
 
     def __init__(self, message: str, argument: str | None = None) -> None:
         super().__init__(message)
@@ -84,8 +91,14 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something ended: the `kind` and `message` of exceptions that report it, the original `cause` and its
-    traceback `details`."""
+    """The reason why something ended.
+
+    Attributes:
+        kind: The type of the exceptions that report it.
+        message: The message of these exceptions.
+        cause: The original exception.
+        details: The traceback of the cause, as text.
+    """
 
     kind: type[QsampleError]
     message: str
@@ -94,19 +107,27 @@ class Failure:
 
     @classmethod
     def of(cls, kind: type[QsampleError], message: str, cause: BaseException) -> Failure:
-        """A failure by `cause`; "{}" in the message stands for it."""
+        """Describe a failure.
+
+        Args:
+            kind: The type of the exceptions that report it.
+            message: The message of these exceptions, in which "{}" stands for the cause.
+            cause: The original exception.
+        """
         try:
             text = f"{type(cause).__name__}: {cause!s:.500}".removesuffix(": ")
             details = "".join(traceback.format_exception(cause)).rstrip()
-            # As text: its frames would keep alive what they used, the memory of the whole batch included.
+            # The frames of a traceback would keep their objects alive, including the memory of the
+            # whole batch.
             for error in causes_of(cause):
                 BaseException.with_traceback(error, None)
-        except BaseException:  # raised by the exception's own methods
+        except BaseException:  # The methods of the exception may raise anything.
             return cls(kind, message.format(type(cause).__name__))
         return cls(kind, message.format(text), cause, details)
 
     def error(self) -> QsampleError:
-        """A new exception to raise: one that is raised again keeps the frames of every time."""
+        """A new exception to raise: an exception that is raised again keeps the frames of every
+        time."""
         error = self.kind(self.message)
         error.__cause__ = self.cause
         if self.details:
@@ -127,39 +148,47 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def install_hint(extra: str) -> str:
-    """The command that adds `extra` to this installation: to the checkout that it runs from, otherwise by name."""
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    """The command that adds a pip extra to this installation: to its checkout, or by the name of
+    the distribution."""
+    # This module is slow to import.
+    from importlib.metadata import PackageNotFoundError, distribution
 
     try:
         origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-        checkout = origin.get("dir_info", {}).get("editable", False)
-    except PackageNotFoundError:  # a checkout on the path
-        checkout = True
-    target = (
-        f'-e "{Path(__file__).parents[1]}[{extra}]"' if checkout else f'"{DISTRIBUTION}[{extra}]"'
-    )
-    return f"pip install {target}"
+        is_checkout = origin.get("dir_info", {}).get("editable", False)
+    except PackageNotFoundError:
+        # A checkout is on the path without being installed.
+        is_checkout = True
+    if is_checkout:
+        return f'pip install -e "{Path(__file__).parents[1]}[{extra}]"'
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`value` in an error message: its repr, cut off at `most` characters; its type if repr fails."""
+    """A value in an error message: its repr, cut off at `most` characters, or its type if repr
+    fails."""
     try:
         text = repr(value)
-    except Exception:  # its own, or it is nested too deep
+    except Exception:  # A repr may raise anything, for example if the value is nested too deeply.
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def listed(names: Collection[str]) -> str:
-    """The first three of `names`, in order, and the number of the rest."""
+    """The first three names in alphabetical order, and the number of the rest."""
     first = sorted(names)[:3]
-    return ", ".join(first) + (
-        f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    )
+    text = ", ".join(first)
+    return f"{text} and {len(names) - len(first)} more" if len(names) > len(first) else text
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:
-    """The end of a message about an unknown name: `what` it was given as, the name and the closest of the `known`."""
+    """The end of a message about an unknown name.
+
+    Args:
+        what: The kind of the name.
+        name: The name that was given.
+        known: The accepted names; the message has the closest.
+    """
     close = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(sorted(known))}"
     return f"{what} {name!r}; {hint}"

@@ -1,11 +1,14 @@
-"""Extension points: the objects that add-ons register by name, found in the entry points of installed distributions.
+"""Extension points: the objects that add-ons register by name, found in the entry points of
+installed distributions.
 
-The core names no add-on. It asks for a group, or for a name in it; a distribution answers in its pyproject.toml:
+The core names no add-on. It asks for a group, or for a name in it; a distribution answers in its
+pyproject.toml:
 
     [project.entry-points."qsample.commands"]
     hello = "my_addon.command:hello"
 
-docs/addons.md says which object each group expects. Only metadata is read until an object is loaded.
+docs/addons.md says which object each group expects. Only metadata is read until an object is
+loaded.
 """
 
 from __future__ import annotations
@@ -34,12 +37,12 @@ def load_extension(group: str, name: str) -> Any:
     """The object registered under a name.
 
     Args:
-        group: one of the groups above.
-        name: one of `extension_names(group)`.
+        group: A group, such as `COMMANDS`.
+        name: A name in `extension_names(group)`.
 
     Raises:
-        KeyError: nothing is registered under the name.
-        ImportError: the add-on needs a library that is not installed.
+        KeyError: Nothing is registered under the name.
+        ImportError: The add-on needs a library that is not installed.
     """
     return _entry_points(group, tuple(sys.path))[name].load()
 
@@ -51,7 +54,8 @@ def load_extensions(group: str) -> dict[str, Any]:
 
 @cache
 def _entry_points(group: str, search_path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """The entry points of a group by name, for one value of `sys.path`: reading all metadata takes milliseconds.
+    """The entry points of a group by name, for one value of `sys.path`: reading all metadata takes
+    milliseconds.
 
     Raises QsampleError for a name that two distributions register.
     """

@@ -1,4 +1,5 @@
-"""Long work: the callback that receives its progress, the cost of each stage, and Python's garbage meanwhile."""
+"""Long work: the callback that receives its progress, the cost of each stage, and the garbage
+collector meanwhile."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
-Progress = Callable[
-    [str, float], None
-]  # the name of a stage, and the fraction of the whole that is done, in [0, 1]
-Figure = int | None  # bytes; None = unknown
-_INTERVAL: Final = 0.05  # seconds between two looks at the memory
-_NEVER: Final = 1 << 30  # middle collections, before a full collection
+# A function of the name of a stage and the finished fraction of the whole, in [0, 1].
+Progress = Callable[[str, float], None]
+# A number of bytes; None if it is unknown.
+Figure = int | None
+_SAMPLING_INTERVAL_S: Final = 0.05
+# The collector never reaches this number of middle collections, so it makes no full collection.
+_UNREACHED_THRESHOLD: Final = 1 << 30
 
 
 class Stage(StrEnum):
-    """The stages of long work, in the words that a progress bar shows."""
+    """The stages of long work, as a progress bar names them."""
 
     STARTING = "starting"
     WAITING = "waiting for another process that makes the same package"
@@ -54,29 +56,31 @@ class Stage(StrEnum):
     READING_TEXT = "reading the text"
     READING_PROMPT = "reading the prompt"
     TIMING = "timing"
-    DONE = "done"  # the last report of the whole
+    # The last report of the whole work.
+    DONE = "done"
 
 
 def unreported(stage: str, fraction: float) -> None:
-    """The callback of a caller who gave none."""
+    """A callback that ignores all reports, for callers without a callback."""
 
 
 @contextmanager
 def shown(progress: Progress | None) -> Iterator[Progress]:
-    """`progress`; for callers without one, a bar on a terminal or in a notebook, by tqdm, which transformers brings.
-    HF_HUB_DISABLE_PROGRESS_BARS hides it, too."""
+    """Show a progress bar on a terminal or in a notebook to callers without a callback.
+
+    The bar is tqdm's, a dependency of transformers. HF_HUB_DISABLE_PROGRESS_BARS hides it.
+
+    Yields:
+        The callback: `progress` if it is given.
+    """
     try:
         from tqdm.auto import tqdm as bar_class
     except ModuleNotFoundError:
         bar_class = None
-    notebook = "ipykernel" in sys.modules
-    in_sight = notebook or (sys.stderr is not None and sys.stderr.isatty())
-    if (
-        progress is not None
-        or bar_class is None
-        or not in_sight
-        or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS")
-    ):
+    in_notebook = "ipykernel" in sys.modules
+    is_visible = in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+    is_hidden = bool(os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"))
+    if progress is not None or bar_class is None or not is_visible or is_hidden:
         yield progress or unreported
         return
     bar: Any
@@ -94,7 +98,8 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
 
 
 class Stages:
-    """The stages of long work, in order, reported to a callback: the fraction done rises from 0 to 1 once.
+    """The stages of long work, reported to a callback in order. The finished fraction rises from 0
+    to 1 once.
 
     >>> stages = Stages(progress, {Stage.TESTING: 8, Stage.PUBLISHING: 2})
     >>> stages.begin(Stage.TESTING)
@@ -104,16 +109,23 @@ class Stages:
     """
 
     def __init__(self, progress: Progress | None, shares: Mapping[str, float]) -> None:
-        """progress: the caller's callback, if any. shares: the stages by name, with their times in proportion."""
+        """Prepare the stages.
+
+        Args:
+            progress: The caller's callback, if any.
+            shares: The proportional times of the stages by name, in order.
+        """
         self._report = progress or unreported
-        ends = list(accumulate(shares.values(), initial=0.0))
-        self._spans = {
-            stage: (start / ends[-1], end / ends[-1])
-            for stage, start, end in zip(shares, ends, ends[1:], strict=False)
-        }
+        self._spans: dict[str, tuple[float, float]] = {}
+        ends = list(accumulate(shares.values()))
+        start = 0.0
+        for stage, end in zip(shares, ends, strict=True):
+            self._spans[stage] = (start / ends[-1], end / ends[-1])
+            start = end
 
     def begin(self, stage: str) -> Callable[[float], None]:
-        """Report that `stage` begins, and return a function that reports the fraction of it that is done, in [0, 1]."""
+        """Report the beginning of a stage; returns a function that reports its finished fraction,
+        in [0, 1]."""
         start, end = self._spans[stage]
 
         def advance(fraction: float) -> None:
@@ -123,20 +135,24 @@ class Stages:
         return advance
 
     def finish(self) -> None:
-        """Report the end of the whole."""
+        """Report the end of the whole work."""
         self._report(Stage.DONE, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The cost of a stage; numbers that only Linux reports (bytes, memory) may be None.
+    """The cost of a stage. Only Linux reports bytes and memory; elsewhere they are None.
 
     Attributes:
-        seconds: of the clock.
-        cpu_seconds: of all threads of the process.
-        bytes_read, bytes_written: from and to storage; files that the system still holds in memory cost no read.
-        peak_resident_bytes: the most memory of the process, as samples found it; with each mapping of a file's page.
-        peak_anonymous_bytes: without mapped files.
+        stage: The name of the stage.
+        seconds: The elapsed time.
+        cpu_seconds: The processor time of all threads of the process.
+        bytes_read: The bytes read from storage; files that the system still has in memory cost no
+            read.
+        bytes_written: The bytes written to storage.
+        peak_resident_bytes: The largest sampled memory of the process, including all mapped pages
+            of files.
+        peak_anonymous_bytes: The largest sampled memory without mapped files.
     """
 
     stage: str
@@ -149,7 +165,7 @@ class StageCost:
 
 
 def total(costs: Iterable[StageCost], name: str = "total") -> StageCost:
-    """The cost of several stages together, under `name`."""
+    """The cost of several stages together. name: The name of the sum."""
     listed = list(costs)
     return StageCost(
         name,
@@ -164,9 +180,11 @@ def total(costs: Iterable[StageCost], name: str = "total") -> StageCost:
 
 @contextmanager
 def metered(progress: Progress | None) -> Iterator[Meter]:
-    """Measure the stages of the body, from `Stage.STARTING` on; `progress` gets every report.
+    """Measure the stages of the body, from `Stage.STARTING` on.
 
-    If `progress` measures already, it is returned: parts of a whole make a single list.
+    Args:
+        progress: The callback that gets every report. If it is a `Meter`, it is returned, so that
+            the parts of a whole make a single list.
 
     >>> with metered(progress) as meter:
     ...     meter(Stage.TRACING, 0.1)
@@ -176,11 +194,12 @@ def metered(progress: Progress | None) -> Iterator[Meter]:
     if isinstance(progress, Meter):
         yield progress
         return
-    record, ended = _Record(), threading.Event()
+    record = _Record()
+    ended = threading.Event()
 
     def sample() -> None:
-        while not ended.wait(_INTERVAL):
-            record.look()
+        while not ended.wait(_SAMPLING_INTERVAL_S):
+            record.sample_memory()
 
     sampler = threading.Thread(target=sample, name="qsample-memory", daemon=True)
     sampler.start()
@@ -193,20 +212,24 @@ def metered(progress: Progress | None) -> Iterator[Meter]:
 
 
 class Meter:
-    """A progress callback: its reports begin the stages that are measured. `metered` makes it."""
+    """A progress callback that measures stages, which begin with its reports. `metered` makes
+    it."""
 
     def __init__(self, progress: Progress, record: _Record) -> None:
         self._report = progress
         self._record = record
 
     def __call__(self, stage: str, fraction: float) -> None:
-        if stage != Stage.DONE:  # work after it, such as cleaning up, belongs to the last stage
+        # Work after the last report, such as cleaning up, belongs to the last stage.
+        if stage != Stage.DONE:
             self._record.begin(stage)
         self._report(stage, fraction)
 
     def part(self, start: float, end: float) -> Meter:
-        """A callback for work that is a part of the whole: its fractions 0 to 1 become `start` to `end`. The part's
-        "done" is passed on only if the whole ends with it."""
+        """A callback for a part of the work: its fractions 0 to 1 become `start` to `end`.
+
+        `Stage.DONE` of the part is passed on only if the whole ends with the part.
+        """
 
         def report(stage: str, fraction: float) -> None:
             if stage != Stage.DONE or end == 1.0:
@@ -216,90 +239,119 @@ class Meter:
 
     @property
     def costs(self) -> tuple[StageCost, ...]:
-        """The stages that have ended, in order of their beginnings; all of them after the body of `metered`."""
+        """The finished stages in the order in which they began; after the body of `metered`, all
+        stages."""
         return tuple(self._record.costs.values())
 
 
 class _Record:
-    """Measures a stage at a time."""
+    """Measures one stage at a time."""
 
     def __init__(self) -> None:
         self.costs: dict[str, StageCost] = {}
         self._start(Stage.STARTING)
 
-    def look(self) -> None:
-        """Sample the memory; any thread may."""
+    def sample_memory(self) -> None:
+        """Sample the memory. Any thread may call this."""
         self._memory.append(_figures("/proc/self/status", "VmRSS", "RssAnon"))
 
     def begin(self, stage: str) -> None:
-        """End the stage so far, unless it is `stage`."""
+        """Begin a stage, and end the stage before it. Nothing happens if the stage has begun
+        already."""
         if stage != self._stage:
             self.end()
             self._start(stage)
 
     def _start(self, stage: str) -> None:
-        self._stage, self._storage = stage, _figures("/proc/self/io", "read_bytes", "write_bytes")
+        self._stage = stage
+        self._storage = _figures("/proc/self/io", "read_bytes", "write_bytes")
         self._memory: list[list[Figure]] = []
-        self.look()
-        self._cpu, self._clock = time.process_time(), time.perf_counter()
+        self.sample_memory()
+        self._cpu = time.process_time()
+        self._clock = time.perf_counter()
 
     def end(self) -> None:
-        seconds, cpu = time.perf_counter() - self._clock, time.process_time() - self._cpu
-        self.look()
-        storage = zip(
-            self._storage, _figures("/proc/self/io", "read_bytes", "write_bytes"), strict=True
-        )
-        read, written = (_known(lambda pair: pair[1] - pair[0], pair) for pair in storage)
-        resident, anonymous = (_known(max, samples) for samples in zip(*self._memory, strict=True))
+        """End the current stage."""
+        seconds = time.perf_counter() - self._clock
+        cpu_seconds = time.process_time() - self._cpu
+        self.sample_memory()
+        read_before, written_before = self._storage
+        read, written = _figures("/proc/self/io", "read_bytes", "write_bytes")
+        resident, anonymous = zip(*self._memory, strict=True)
         cost = StageCost(
-            str(self._stage), round(seconds, 3), round(cpu, 3), read, written, resident, anonymous
+            str(self._stage),
+            round(seconds, 3),
+            round(cpu_seconds, 3),
+            bytes_read=_difference(read_before, read),
+            bytes_written=_difference(written_before, written),
+            peak_resident_bytes=_known(max, resident),
+            peak_anonymous_bytes=_known(max, anonymous),
         )
-        earlier = self.costs.get(self._stage)  # a stage may come again
+        # A stage may come again.
+        earlier = self.costs.get(self._stage)
         self.costs[self._stage] = cost if earlier is None else total([earlier, cost], self._stage)
 
 
 def _known(combine: Callable[[list[int]], int], figures: Iterable[Figure]) -> Figure:
-    """`combine` of the figures; None if any is unknown."""
+    """Combine figures; None if any is unknown."""
     listed = list(figures)
     known = [figure for figure in listed if figure is not None]
     return combine(known) if known and len(known) == len(listed) else None
 
 
+def _difference(before: Figure, after: Figure) -> Figure:
+    """The growth of a figure; None if it is unknown."""
+    return None if before is None or after is None else after - before
+
+
 def _figures(file: str, *names: str) -> list[Figure]:
-    """Bytes that Linux tells of this process under these names, None elsewhere."""
+    """The bytes that Linux reports for this process.
+
+    Args:
+        file: The file of the report.
+        names: The names of the figures in it.
+
+    Returns:
+        A figure for each name; None if it is unknown, as on other systems.
+    """
     try:
-        lines = [
-            line.partition(":") for line in Path(file).read_text("utf-8", "replace").splitlines()
-        ]
+        lines = Path(file).read_text("utf-8", "replace").splitlines()
     except OSError:
         return [None] * len(names)
-    told = {name: value.split() for name, _, value in lines}
-    return [
-        int(told[name][0]) * (1024 if told[name][-1] == "kB" else 1) if name in told else None
-        for name in names
-    ]
+    reported: dict[str, int] = {}
+    for line in lines:
+        name, _, text = line.partition(":")
+        if name in names:
+            words = text.split()
+            unit = 1024 if words[-1] == "kB" else 1
+            reported[name] = int(words[0]) * unit
+    return [reported.get(name) for name in names]
 
 
-_collecting = threading.Lock()
+# The lock guards the two values after it.
+_collector_lock = threading.Lock()
 _users = 0
-_before = gc.get_threshold()
+_threshold_before = gc.get_threshold()
 
 
 @contextmanager
 def young_collections() -> Iterator[None]:
-    """Collect young objects only while the body runs. A collection of all objects looks at each object of torch,
-    transformers and a traced graph, for half a second and longer, and an export would start a dozen of them to find
-    next to nothing. The setting is the process's: the last of several threads restores it."""
-    global _users, _before
-    with _collecting:
+    """Let the garbage collector collect only young objects while the body runs.
+
+    A full collection visits each object of torch, transformers and a traced graph, which takes half
+    a second and longer, and an export would start a dozen of them and find almost nothing. The
+    setting belongs to the process: if several threads use it, the last one restores it.
+    """
+    global _users, _threshold_before
+    with _collector_lock:
         if _users == 0:
-            _before = gc.get_threshold()
-            gc.set_threshold(*_before[:2], _NEVER)
+            _threshold_before = gc.get_threshold()
+            gc.set_threshold(*_threshold_before[:2], _UNREACHED_THRESHOLD)
         _users += 1
     try:
         yield
     finally:
-        with _collecting:
+        with _collector_lock:
             _users -= 1
             if _users == 0:
-                gc.set_threshold(*_before)
+                gc.set_threshold(*_threshold_before)

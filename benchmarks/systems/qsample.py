@@ -177,12 +177,12 @@ class QsampleWriter:
     def __init__(self, model: Path, threads: int, evict_bytes: int) -> None:
         import qsample.ort.session as session
         import qsample.runtime.decode.slots as slots
-        from qsample.ort.options import FOLDER_OF_WEIGHTS
+        from qsample.ort.options import WEIGHTS_FOLDER_KEY
 
         plain = session.open_session
 
         def open_session(graph: Any, native: Any, *rest: Any) -> Any:
-            native.add_session_config_entry(FOLDER_OF_WEIGHTS, str(model))
+            native.add_session_config_entry(WEIGHTS_FOLDER_KEY, str(model))
             return plain(_dictated(model / "decoder.onnx"), native, *rest)
 
         session.open_session = open_session

@@ -1,5 +1,9 @@
-"""Arrays on the host: the contract's dtypes in NumPy and ONNX Runtime, and zeros that take no memory yet. NumPy and the
-standard library only: the runtime and the exporters read the same table."""
+"""Arrays on the host: the contract's dtypes in NumPy and ONNX Runtime, and zeros that take no
+memory yet.
+
+This module needs only NumPy and the standard library: the runtime and the exporters read the same
+table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-_OWN_MAPPING_FROM: Final = 1 << 22  # bytes; from here on NumPy asks for huge pages
+# NumPy asks for huge pages from this size on.
+_MIN_MAPPED_BYTES: Final = 1 << 22
 
 
 class Dtype(NamedTuple):
-    """A dtype of the contract. onnx: the number of TensorProto.DataType. onnxruntime: the type of a session's input or
-    output. numpy: the type of its elements; for bfloat16, missing in NumPy, an integer of the same bits."""
+    """A dtype of the contract.
+
+    Attributes:
+        onnx: The number of TensorProto.DataType.
+        onnxruntime: The type of a session's input or output.
+        numpy: The name of NumPy's dtype; for bfloat16, which NumPy lacks, an integer of the same
+            bits.
+    """
 
     onnx: int
     onnxruntime: str
@@ -25,7 +36,7 @@ class Dtype(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The number of bytes of an element."""
         return np.dtype(self.numpy).itemsize
 
 
@@ -43,7 +54,8 @@ OF_ONNXRUNTIME: Final = {dtype.onnxruntime: dtype for dtype in DTYPES.values()}
 
 
 def rounded(numbers: Any, dtype: str) -> Array:
-    """`numbers` in a dtype of the contract; floats become bits of bfloat16, ties to even."""
+    """Convert numbers to a dtype of the contract. Floats become the bits of bfloat16, with ties to
+    even."""
     array = np.asarray(numbers)
     if dtype != "bfloat16" or array.dtype.kind != "f":
         return np.ascontiguousarray(array, DTYPES[dtype].numpy)
@@ -53,12 +65,16 @@ def rounded(numbers: Any, dtype: str) -> Array:
 
 
 def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Zeros that the system hands out in small pages, as they are touched. NumPy asks for huge pages. A short prompt
-    touches a few positions of every head, so it would have most of a long cache zeroed, and wait for the system to
-    gather the pages: up to a second a row was measured."""
+    """Zeros that the system hands out in small pages when they are touched.
+
+    NumPy asks for huge pages. A short prompt touches a few positions of every head, so most of a
+    long cache would be zeroed for it, and it would wait until the system has gathered the pages,
+    which took up to a second for a row.
+    """
     count = math.prod(shape)
     size = count * np.dtype(dtype).itemsize
-    if size < _OWN_MAPPING_FROM or sys.platform == "win32":  # Windows maps no memory like this
+    # Windows has no such mappings.
+    if size < _MIN_MAPPED_BYTES or sys.platform == "win32":
         return np.zeros(shape, dtype)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,6 +83,7 @@ def sparse_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
             f"a tensor {list(shape)} takes {size / 1e9:.1f} GB, which this system does not have; take fewer rows or "
             "slots, or fewer tokens a row (ctx_len, or max_new_tokens)"
         ) from error
-    if sys.platform == "linux":  # where huge pages may be given unasked
+    if sys.platform == "linux":
+        # Linux may choose huge pages by itself.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count).reshape(shape)

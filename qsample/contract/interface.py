@@ -1,5 +1,5 @@
-"""What fixes a package's graphs: a model's dimensions and the features chosen at export; and the `GraphSpec` of each,
-made of the tensors of `tensors.py`."""
+"""The interface of a package's graphs: the model's dimensions and the features of the export, which
+fix each `GraphSpec`."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ from qsample.contract.tensors import (
 MOST_LORAS: Final = 1024
 MOST_LORA_RANK: Final = 4096
 DEFAULT_LORA_RANK: Final = 16
-MOST_TOP_LOGPROBS: Final = 20  # alternatives of a token that OpenAI's requests may ask for
+# OpenAI's requests may ask for this many alternatives of a token.
+MOST_TOP_LOGPROBS: Final = 20
 
 
 def _filters(name: str, value: Any) -> tuple[str, ...]:
-    """In the contract's order: equal features compare as equal."""
+    """The filters in the contract's order, so that equal features compare as equal."""
     known = tuple(EXTRA_PARAMETERS)
     if not isinstance(value, Collection) or any(item not in known for item in value):
         refuse(name, value, f"a list of {', '.join(known)}")
@@ -91,17 +92,20 @@ def _rank(name: str, value: Any, least: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The options of an export; an absent feature adds no input, output or operator.
+    """The options of an export. An absent feature adds no input, output or operator.
 
-    The `help` of a field says what it is. More about some:
+    The `help` of a field describes it. Some fields need more words:
 
     Attributes:
-        sampler: the graph returns next-token ids; without it `decoder.onnx` returns logits and `sampler.onnx` samples.
-        top_logprobs: 0 switches it off.
-        filters: names of `EXTRA_PARAMETERS`, in its order: their inputs, and for some a state.
-        num_speculative_tokens: G, the most tokens that a step may guess for a row and check; 0: none. compile adds it.
-        max_loras: 0 for none, and no such inputs.
-        max_lora_rank: 0 without max_loras.
+        sampler: Whether the graph returns next-token ids; without it, `decoder.onnx` returns
+            logits, and `sampler.onnx` samples.
+        top_logprobs: M; 0 switches it off.
+        filters: Names in `EXTRA_PARAMETERS`, in its order. Each adds its inputs, and some add a
+            state.
+        num_speculative_tokens: G, the largest number of tokens that a step may guess for a row and
+            check; 0 for none. `compile` adds it.
+        max_loras: The largest number of LoRA adapters in a batch; 0 for none, which adds no inputs.
+        max_lora_rank: The largest rank of an adapter; 0 without max_loras.
     """
 
     sampler: bool = flag(
@@ -169,9 +173,14 @@ class Features:
         object.__setattr__(self, "max_lora_rank", rank)
 
     def for_serving(self) -> Features:
-        """These, with all that a request of OpenAI's API may ask of a graph: biases, masks, log-probabilities; and
-        with penalty_last_n, which clients of llama.cpp and ollama send: a batch that does not use it pays nothing."""
-        most, filters = max(self.top_logprobs, MOST_TOP_LOGPROBS), (*self.filters, "penalty_last_n")
+        """These features, and all features that a request of OpenAI's API may need: biases, masks,
+        log-probabilities.
+
+        Clients of llama.cpp and ollama send penalty_last_n, which costs nothing in a batch that
+        does not use it.
+        """
+        most = max(self.top_logprobs, MOST_TOP_LOGPROBS)
+        filters = (*self.filters, "penalty_last_n")
         return replace(
             self,
             logit_bias=True,
@@ -184,9 +193,15 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """The cache of an attention layer: `num_key_value_heads` (H) heads of `head_dim` (D). layer: its number in the
-    model; by default its position among the attention layers, if all layers are. capacity: C, the newest tokens that
-    its buffers hold, if the layer has a window and forgets old tokens; by default T."""
+    """The cache of an attention layer.
+
+    Attributes:
+        num_key_value_heads: H, the number of key-value heads.
+        head_dim: D, the number of values of a head.
+        layer: The number of the layer in the model; None if all layers are attention layers.
+        capacity: C, the number of newest tokens in the buffers, if the layer has a window and
+            forgets old tokens; None for T.
+    """
 
     num_key_value_heads: int = field(metadata=stored(least=1))
     head_dim: int = field(metadata=stored(least=1))
@@ -196,9 +211,15 @@ class KeyValueShape:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
-    """A state of fixed size that a recurrent or convolutional layer keeps. `layer` is the layer's number in the model,
-    `kind` "conv_state" or "recurrent_state", and `index` counts the layer's states of that kind. `shape` lacks the
-    batch axis, the first. `dtype` is "float32" or the model's."""
+    """A state of fixed size of a recurrent or convolutional layer.
+
+    Attributes:
+        layer: The number of the layer in the model.
+        kind: "conv_state" or "recurrent_state".
+        index: The number of the state among the layer's states of that kind.
+        shape: The shape without the batch axis, which comes first.
+        dtype: "float32" or the model's dtype.
+    """
 
     layer: int
     kind: str
@@ -209,15 +230,19 @@ class RecurrentShape:
     @property
     def name(self) -> str:
         """`past_key_values.{layer}.{kind}`, and `.{index}` from the second state on."""
-        return f"past_key_values.{self.layer}.{self.kind}" + (
-            f".{self.index}" if self.index else ""
-        )
+        suffix = f".{self.index}" if self.index else ""
+        return f"past_key_values.{self.layer}.{self.kind}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B. x has `in_features`
-    numbers, y `out_features`. path: PEFT's name of the layer: "model.layers.0.self_attn.q_proj"."""
+    """A linear layer that LoRA adapters may change: y + x A^T B, with the adapter's scale in B.
+
+    Attributes:
+        path: PEFT's name of the layer, such as "model.layers.0.self_attn.q_proj".
+        in_features: The number of values of x.
+        out_features: The number of values of y.
+    """
 
     path: str
     in_features: int = field(metadata=stored(least=1))
@@ -229,8 +254,9 @@ class AdapterTarget:
         return kind_of(self.path)
 
     def tensors(self, dtype: str) -> tuple[TensorSpec, TensorSpec]:
-        """The matrices A and B of all bound adapters, one below the other."""
-        ranks, (a, b) = ranks_axis(self.kind), adapter_names(self.path)
+        """The matrices A and B of all bound adapters, stacked along the ranks."""
+        ranks = ranks_axis(self.kind)
+        a, b = adapter_names(self.path)
         return (
             TensorSpec(a, dtype, (ranks, self.in_features), "A of all bound adapters"),
             TensorSpec(
@@ -243,7 +269,8 @@ class AdapterTarget:
 
 
 def kind_of(path: str) -> str:
-    """The last part of a layer's path, "q_proj"; all layers of a kind have the same number of ranks."""
+    """The last part of a layer's path, "q_proj"; all layers of a kind have the same number of
+    ranks."""
     return path.rpartition(".")[2]
 
 
@@ -253,7 +280,7 @@ def ranks_axis(kind: str) -> str:
 
 
 def adapter_names(path: str) -> tuple[str, str]:
-    """The inputs with the matrices A and B of the layer at `path`."""
+    """The names of the inputs with the matrices A and B of a layer."""
     return f"{path}.lora_A", f"{path}.lora_B"
 
 
@@ -272,11 +299,16 @@ class ImageShape:
     """How images enter the decoder.
 
     Attributes:
-        width: C, numbers of a row of `image_features`: the hidden size times 1 + `deepstack`.
-        deepstack: vectors of a row that are added to the hidden states after the first layers, one each.
-        axial: positions have three parts (M-RoPE), and the decoder takes `position_offsets`.
-        blockwise: the tokens of an image see each other: no piece of a prompt may end within a run of image rows.
-        patch_values: numbers of a patch, if vision.onnx reads the patches of an image; 0: it reads tiles.
+        width: C, the number of values in a row of `image_features`: the hidden size times 1 +
+            `deepstack`.
+        deepstack: The number of vectors of a row that are added to the hidden states, each after
+            one of the first layers.
+        axial: Whether positions have three parts (M-RoPE), and the decoder takes
+            `position_offsets`.
+        blockwise: Whether the tokens of an image see each other, so that no piece of a prompt may
+            end within a run of image rows.
+        patch_values: The number of values of a patch, if vision.onnx reads the patches of an image;
+            0 if it reads tiles.
     """
 
     width: int
@@ -286,7 +318,8 @@ class ImageShape:
     patch_values: int = 0
 
     def features(self, dtype: str) -> TensorSpec:
-        """The rows that stand for images: the result of vision.onnx, and an input of the decoder."""
+        """The rows that stand for images: the result of vision.onnx, and an input of the
+        decoder."""
         return TensorSpec(
             IMAGE_FEATURES,
             dtype,
@@ -298,8 +331,11 @@ class ImageShape:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """The interface of an ONNX file: call inputs, retained states and outputs, in graph order. The graph's inputs are
-    `inputs` then `states`; its outputs are `outputs`, then the next value of each state that is not read-only."""
+    """The interface of an ONNX file, in graph order.
+
+    The graph's inputs are `inputs`, then `states`. Its outputs are `outputs`, then the next value
+    of each state that is not read-only.
+    """
 
     inputs: tuple[TensorSpec, ...]
     states: tuple[TensorSpec, ...]
@@ -325,7 +361,8 @@ class GraphSpec:
 
     @property
     def retained(self) -> dict[str, str]:
-        """State input name → the output that holds its next value; the pair may share a buffer."""
+        """The output with the next value of each state, by the name of its input; the pair may
+        share a buffer."""
         return {spec.name: retained_name(spec.name) for spec in self.states if not spec.read_only}
 
 
@@ -335,13 +372,15 @@ class Interface:
 
     Attributes:
         vocab_size: V, at least 1.
-        key_values: an entry for each attention layer, in layer order.
-        dtype: of the model, from MODEL_DTYPES.
-        kv_cache_dtype: of keys and values, from KV_CACHE_DTYPES; by default the model's.
-        captured: the decode graph can be captured and replayed: it has no control flow, but an input `searched_rows`.
-        recurrent: an entry for each state of a recurrent or convolutional layer, in layer order.
-        adapters: the layers that LoRA adapters may change; none without `features.max_loras`.
-        image: of packages that read images.
+        key_values: An entry for each attention layer, in layer order.
+        dtype: The dtype of the model, from MODEL_DTYPES.
+        features: The options of the export.
+        kv_cache_dtype: The dtype of keys and values, from KV_CACHE_DTYPES; None for the model's.
+        captured: Whether the decode graph can be captured and replayed: it has no control flow, but
+            an input `searched_rows`.
+        recurrent: An entry for each state of a recurrent or convolutional layer, in layer order.
+        adapters: The layers that LoRA adapters may change; none without `features.max_loras`.
+        image: How images enter the decoder; None for packages that read only text.
     """
 
     vocab_size: int = field(metadata=stored(least=1))
@@ -372,18 +411,21 @@ class Interface:
     def sizes(self) -> dict[str, int]:
         """The named axes whose size the package fixes."""
         guesses = self.features.num_speculative_tokens
-        return {
+        sizes = {
             VOCAB: self.vocab_size,
             MASK_WORDS: -(-self.vocab_size // 32),
             TOP_LOGPROBS: self.features.top_logprobs,
             GUESSES: guesses,
             NEW_TOKENS: guesses + 1,
-            **{ranks_axis(kind): 0 for kind in self.adapter_kinds},  # unless adapters are bound
         }
+        for kind in self.adapter_kinds:
+            # No adapter is bound.
+            sizes[ranks_axis(kind)] = 0
+        return sizes
 
     @property
     def contract_version(self) -> str:
-        """The oldest version of the contract that has everything of these graphs."""
+        """The oldest version of the contract that has all features of these graphs."""
         if self.slides or self.kv_cache_dtype == "int4":
             return CACHES_VERSION
         if self.image is not None:
@@ -392,7 +434,7 @@ class Interface:
         return STEPS_VERSION if newer else CONTRACT_VERSION
 
     def without_guesses(self) -> Interface:
-        """The same with steps of one token, as in portable packages."""
+        """The interface with steps of one token, as in portable packages."""
         return replace(self, features=replace(self.features, num_speculative_tokens=0))
 
     @property
@@ -402,13 +444,18 @@ class Interface:
 
     @property
     def fixed_states(self) -> tuple[TensorSpec, ...]:
-        """The states whose size does not grow with T. They belong to a row's newest token: it cannot go back."""
+        """The states whose size does not grow with T. They belong to a row's newest token: the row
+        cannot go back."""
         return tuple(spec for spec in self.cache_states if CAPACITY not in spec.axes)
 
     @property
     def whole_up_to(self) -> int:
-        """A row with at most so many tokens has all of them in its states of fixed size, and can go back to any of
-        them: with caches of a window. -1: it cannot, or there are no such states."""
+        """The largest number of tokens of a row that are all in its states of fixed size, with
+        caches of a window.
+
+        Such a row can go back to any of its tokens. It is -1 if a row cannot go back, or if there
+        are no such states.
+        """
         capacities = [shape.capacity for shape in self.key_values if shape.capacity is not None]
         return -1 if self.recurrent else min(capacities, default=-1)
 
@@ -422,21 +469,19 @@ class Interface:
 
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
-        dtype, states = self.kv_cache_dtype or self.dtype, list[TensorSpec]()
-        dtype, packed = ("uint8", 2) if dtype == "int4" else (dtype, 1)  # numbers in a byte
+        """Keys and values, then the states of recurrent and convolutional layers."""
+        dtype = self.kv_cache_dtype or self.dtype
+        values_per_number = 1
+        if dtype == "int4":
+            dtype = "uint8"
+            values_per_number = 2
+        states = list[TensorSpec]()
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
-            axes = (
-                BATCH,
-                shape.num_key_value_heads,
-                shape.capacity or CAPACITY,
-                shape.head_dim // packed,
-            )
+            width = shape.head_dim // values_per_number
+            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, width)
             for kind in ("key", "value"):
-                states.append(
-                    TensorSpec(
-                        f"past_key_values.{layer}.{kind}", dtype, axes, f"{kind}s of layer {layer}"
-                    )
-                )
+                name = f"past_key_values.{layer}.{kind}"
+                states.append(TensorSpec(name, dtype, axes, f"{kind}s of layer {layer}"))
         for state in self.recurrent:
             meaning = f"{state.kind.replace('_', ' ')} of layer {state.layer}"
             states.append(TensorSpec(state.name, state.dtype, (BATCH, *state.shape), meaning))
@@ -471,27 +516,28 @@ class Interface:
 
     @property
     def image_inputs(self) -> tuple[TensorSpec, ...]:
-        """What the decoder takes of images; none in packages that read text only."""
+        """The decoder's inputs for images; none in packages that read only text."""
         if self.image is None:
             return ()
-        inputs = IMAGE_ROWS, self.image.features(self.dtype)
-        return (*inputs, POSITION_OFFSETS) if self.image.axial else inputs
+        inputs: tuple[TensorSpec, ...] = (IMAGE_ROWS, self.image.features(self.dtype))
+        if self.image.axial:
+            inputs += (POSITION_OFFSETS,)
+        return inputs
 
     @property
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
-        filters = self.features.filters
-        return (
-            *SAMPLER_STATES,
-            *(FILTER_STATES[name] for name in filters if name in FILTER_STATES),
-        )
+        states = list(SAMPLER_STATES)
+        states += [FILTER_STATES[name] for name in self.features.filters if name in FILTER_STATES]
+        return tuple(states)
 
     @property
     def sampler_outputs(self) -> tuple[TensorSpec, ...]:
+        """The token ids, then the optional outputs."""
         guesses = self.features.num_speculative_tokens > 0
-        specs: tuple[TensorSpec, ...] = (
-            (NEXT_IDS, NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS) if guesses else (NEXT_IDS,)
-        )
+        specs: tuple[TensorSpec, ...] = (NEXT_IDS,)
+        if guesses:
+            specs += (NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS)
         if self.features.logprobs:
             specs += (NEW_LOGPROBS if guesses else LOGPROBS,)
         if self.features.top_logprobs:
@@ -502,25 +548,18 @@ class Interface:
 
     @property
     def token_outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs next to the token ids, each as it is for a single token a row."""
+        """The optional outputs, each with the shape for a single token of a row."""
         return self.without_guesses().sampler_outputs[1:]
 
     @property
     def decoder(self) -> GraphSpec:
-        """`decoder.onnx`: token ids in; next-token ids out (or logits, without the sampler)."""
-        if self.features.sampler:
-            inputs = (
-                INPUT_IDS,
-                INPUT_LENGTHS,
-                *self.image_inputs,
-                EMIT,
-                *self._sampling,
-                *self.adapter_inputs,
-            )
-            return GraphSpec(
-                inputs, (*self.sampler_states, *self.cache_states), self.sampler_outputs
-            )
-        return self.model
+        """`decoder.onnx`: token ids in, next-token ids out; without the sampler, logits out."""
+        if not self.features.sampler:
+            return self.model
+        inputs = (INPUT_IDS, INPUT_LENGTHS, *self.image_inputs, EMIT)
+        inputs += (*self._sampling, *self.adapter_inputs)
+        states = (*self.sampler_states, *self.cache_states)
+        return GraphSpec(inputs, states, self.sampler_outputs)
 
     @property
     def _sampling(self) -> tuple[TensorSpec, ...]:
@@ -528,22 +567,27 @@ class Interface:
 
     @property
     def model(self) -> GraphSpec:
-        """The model's part of the decode graph, up to the logits; all of `decoder.onnx` without the sampler. `lengths`
-        and `status` are ordinary inputs here: the sampler advances them. A recurrent layer has to know which rows run,
-        because a token that does not count would change its state; a cache only grows after `lengths`."""
+        """The model's part of the decode graph, up to the logits; without the sampler, it is all of
+        `decoder.onnx`.
+
+        `lengths` and `status` are ordinary inputs here, because the sampler advances them. A
+        recurrent layer has to know which rows run, because a token that does not count would change
+        its state; a cache only grows after `lengths`.
+        """
         inputs: tuple[TensorSpec, ...] = (INPUT_IDS, INPUT_LENGTHS, *self.image_inputs, LENGTHS)
-        inputs += (STATUS,) if self.recurrent else ()
+        if self.recurrent:
+            inputs += (STATUS,)
         return GraphSpec((*inputs, *self.adapter_inputs), self.cache_states, (LOGITS,))
 
     @property
     def sampler(self) -> GraphSpec:
-        """`sampler.onnx`: the sampler alone, logits in. Packages without a baked sampler run it on the host."""
+        """`sampler.onnx`: logits in, next-token ids out. Packages whose decoder has no sampler run
+        it on the host."""
         inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling)
-        # Log-probabilities are of the logits as they came, and read them last: those may not be written over.
-        reads_logits_last = self.features.logprobs or self.features.top_logprobs
-        outputs = (
-            self.sampler_outputs if reads_logits_last else (*self.sampler_outputs, ADJUSTED_LOGITS)
-        )
+        outputs = self.sampler_outputs
+        # Log-probabilities read the unchanged logits last, so that their memory cannot be reused.
+        if not (self.features.logprobs or self.features.top_logprobs):
+            outputs += (ADJUSTED_LOGITS,)
         return GraphSpec(inputs, self.sampler_states, outputs)
 
     @property
@@ -552,23 +596,22 @@ class Interface:
         assert self.image is not None
         result = self.image.features(self.dtype)
         if self.image.patch_values:
-            axes, meaning = (PATCHES, self.image.patch_values), "the patches of an image"
-            return GraphSpec(
-                (TensorSpec(PIXEL_VALUES, "float32", axes, meaning), GRID), (), (result,)
-            )
-        tiles = TensorSpec(
-            PIXEL_VALUES, "float32", (TILES, 3, HEIGHT, WIDTH), "the tiles of an image"
-        )
+            axes = (PATCHES, self.image.patch_values)
+            patches = TensorSpec(PIXEL_VALUES, "float32", axes, "the patches of an image")
+            return GraphSpec((patches, GRID), (), (result,))
+        tile_axes = (TILES, 3, HEIGHT, WIDTH)
+        tiles = TensorSpec(PIXEL_VALUES, "float32", tile_axes, "the tiles of an image")
         return GraphSpec((tiles,), (), (result,))
 
     @property
     def initial_state(self) -> GraphSpec:
-        """`initial_state.onnx`: seeds and capacity in; every state's starting value out, under the state's name."""
+        """`initial_state.onnx`: seeds and capacity in, the starting value of every state out, under
+        the state's name."""
         return GraphSpec((SEED, CAPACITY_INPUT), (), (*self.sampler_states, *self.cache_states))
 
     @property
     def graphs(self) -> dict[str, GraphSpec]:
-        """File name → interface, for every ONNX file of the package."""
+        """The interface of every ONNX file of the package, by the name of the file."""
         graphs = {"decoder.onnx": self.decoder, "initial_state.onnx": self.initial_state}
         if not self.features.sampler:
             graphs["sampler.onnx"] = self.sampler

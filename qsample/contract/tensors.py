@@ -1,7 +1,8 @@
-"""The decode contract in code: every input, state and output of the graphs, with dtype and named axes.
+"""The decode contract in code: every input, state and output of the graphs, with dtype and named
+axes.
 
-The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests read names, dtypes and shapes from
-here and spell none themselves. `docs/contract.md` gives the exact semantics of one step.
+The exporter, the runtime, the manifest, `qsample inspect`, the docs and the tests take all names,
+dtypes and shapes from here. `docs/contract.md` defines the exact semantics of a step.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+# A package follows the oldest version that has all its features. Each version adds to the one
+# before.
 CONTRACT_VERSION: Final = "2.0"
-STEPS_VERSION: Final = (
-    "2.1"  # of packages with num_speculative_tokens or adapters; all else is as in 2.0
-)
-STEPS_ONNXRUNTIME: Final = "1.32"  # the oldest that runs such packages
-IMAGES_VERSION: Final = "2.2"  # of packages that read images; all else is as in 2.1
-CACHES_VERSION: Final = (
-    "2.3"  # of packages with caches of a window's size or in int4; all else is as in 2.2
-)
-CONTRACT_VERSIONS: Final = (
-    CONTRACT_VERSION,
-    STEPS_VERSION,
-    IMAGES_VERSION,
-    CACHES_VERSION,
-)  # that this qsample runs
-PHILOX_UNIFORM_SCALE: Final = 2.0**-24  # u = (x >> 8) * 2**-24, in [0, 1)
-NOISE_STREAM: Final = 0  # the second word of Philox's counter, for the state `noise`
-XTC_STREAM: Final = 1  # the same for `xtc_noise`
+# Packages with num_speculative_tokens or adapters follow this version.
+STEPS_VERSION: Final = "2.1"
+# Older versions of ONNX Runtime cannot run such packages.
+STEPS_ONNXRUNTIME: Final = "1.32"
+# Packages that read images follow this version.
+IMAGES_VERSION: Final = "2.2"
+# Packages with caches of a window's size or in int4 follow this version.
+CACHES_VERSION: Final = "2.3"
+# This qsample runs packages of these versions.
+CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION, CACHES_VERSION)
+# A word x of Philox becomes u = (x >> 8) * 2**-24, in [0, 1).
+PHILOX_UNIFORM_SCALE: Final = 2.0**-24
+# The second word of Philox's counter for the states `noise` and `xtc_noise`.
+NOISE_STREAM: Final = 0
+XTC_STREAM: Final = 1
 
-# Values of the retained state `status`.
+# The values of the retained state `status`.
 RUNNING: Final = 0
-STOPPED: Final = 1  # a stop token was sampled
-LENGTH: Final = 2  # max_length was reached, or the buffers are full
-INVALID_LOGITS: Final = 3  # a NaN or +inf among the logits, or no finite logit left after the masks
+# A stop token was sampled.
+STOPPED: Final = 1
+# The row has max_length tokens, or the buffers are full.
+LENGTH: Final = 2
+# A logit is NaN or +inf, or no logit is finite after the masks.
+INVALID_LOGITS: Final = 3
 STATUS_NAMES: Final = {
     RUNNING: "running",
     STOPPED: "stop",
@@ -40,29 +44,30 @@ STATUS_NAMES: Final = {
     INVALID_LOGITS: "invalid",
 }
 
-# Named axes. An axis of a TensorSpec is one of these names or a fixed size.
-BATCH: Final = "B"  # rows
-SEQUENCE: Final = "S"  # new tokens a row
-CAPACITY: Final = "T"  # context length that the state buffers hold
+# The named axes. An axis of a TensorSpec is one of these names or a fixed size; AXIS_MEANINGS
+# describes them.
+BATCH: Final = "B"
+SEQUENCE: Final = "S"
+CAPACITY: Final = "T"
 VOCAB: Final = "V"
-STOPS: Final = "E"  # stop ids a row
-BIASES: Final = "N"  # logit-bias entries a row
-MASK_WORDS: Final = "W"  # ceil(V / 32) words of the allowed_tokens bitmask
+STOPS: Final = "E"
+BIASES: Final = "N"
+MASK_WORDS: Final = "W"
 TOP_LOGPROBS: Final = "M"
-SEARCHED: Final = "R"  # rows that are searched
-BREAKERS: Final = "D"  # ids a row that break DRY's matches
-BAD_WORDS: Final = "Q"  # forbidden sequences a row
-BAD_WORD_LENGTH: Final = "L"  # tokens of the longest forbidden sequence
-ADAPTER_RANKS: Final = (
-    "P"  # ranks of adapters; the layers of each kind have a separate axis, `P.q_proj`
-)
-GUESSES: Final = "G"  # most guesses a row, num_speculative_tokens
-NEW_TOKENS: Final = "J"  # G + 1
-IMAGE_TOKENS: Final = "F"  # rows of image_features
-TILES: Final = "I"  # tiles of an image
-PATCHES: Final = "A"  # patches of an image
-HEIGHT, WIDTH = "tile_height", "tile_width"
-# As many as the host gives; 1 of a value that is off.
+SEARCHED: Final = "R"
+BREAKERS: Final = "D"
+BAD_WORDS: Final = "Q"
+BAD_WORD_LENGTH: Final = "L"
+# The layers of each kind have a separate axis, such as `P.q_proj`.
+ADAPTER_RANKS: Final = "P"
+GUESSES: Final = "G"
+NEW_TOKENS: Final = "J"
+IMAGE_TOKENS: Final = "F"
+TILES: Final = "I"
+PATCHES: Final = "A"
+HEIGHT: Final = "tile_height"
+WIDTH: Final = "tile_width"
+# A host chooses the sizes of these axes; the size is 1 for a value that is off.
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH, IMAGE_TOKENS)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
@@ -85,29 +90,39 @@ AXIS_MEANINGS: Final = {
     PATCHES: "patches of an image",
 }
 
-CANDIDATES: Final = (
-    64  # a top_k up to this keeps at most this many tokens, ties included, and needs no search
-)
-MOST_SPECULATIVE_TOKENS: Final = 64  # that a step may guess for a row
-LONGEST_MATCH: Final = (
-    64  # tokens up to which DRY and no_repeat_ngram_size compare a row's end with its past
-)
-HUGGING_FACE: Final = "huggingface"  # temperature first, then the filters
-LLAMA_CPP: Final = "llama.cpp"  # the filters first, temperature last
+# A top_k up to this number keeps at most this many tokens, ties included, and needs no search.
+CANDIDATES: Final = 64
+# The largest number of tokens that a step may guess for a row.
+MOST_SPECULATIVE_TOKENS: Final = 64
+# DRY and no_repeat_ngram_size compare up to this many tokens of a row's end with its past.
+LONGEST_MATCH: Final = 64
+# The temperature comes first, then the filters.
+HUGGING_FACE: Final = "huggingface"
+# The filters come first, the temperature last.
+LLAMA_CPP: Final = "llama.cpp"
 FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
-PAD_STOP_ID: Final = -1  # pads stop_ids and logit_bias_ids
+# The padding of stop_ids and logit_bias_ids.
+PAD_STOP_ID: Final = -1
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")
 KV_CACHE_DTYPES: Final = (*MODEL_DTYPES, "int8", "int4")
-BLOCK_SIZES: Final = (16, 32, 64, 128, 256)  # quantized weights that share a scale
+# The numbers of quantized weights that share a scale.
+BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 
 Axis = str | int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input, state or output: its name, dtype, axes and meaning. `off` is the value that switches a sampling
-    parameter off (None: not a parameter). `read_only` marks a state that no step changes: it has no `_RetainedState`
-    output."""
+    """An input, a state or an output.
+
+    Attributes:
+        name: Its name in the graph.
+        dtype: Its dtype, a key of `arrays.DTYPES`.
+        axes: Its axes: names or fixed sizes.
+        meaning: A description for the documents.
+        off: The value that switches a sampling parameter off; None for anything else.
+        read_only: Whether no step changes a state; such a state has no `_RetainedState` output.
+    """
 
     name: str
     dtype: str
@@ -117,13 +132,17 @@ class TensorSpec:
     read_only: bool = False
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """The concrete shape, given the size of each named axis; KeyError names an axis that `sizes` lacks."""
+        """The concrete shape. sizes: The size of each named axis; KeyError names an axis that is
+        missing."""
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.axes)
 
 
 def retained_name(state: str) -> str:
-    """The output that holds the next value of `state`: `present.{i}.key` for `past_key_values.{i}.key`, otherwise
-    `NAME_RetainedState`."""
+    """The name of the output with the next value of a state.
+
+    It is `present.{i}.key` for `past_key_values.{i}.key`, and `NAME_RetainedState` for other
+    states.
+    """
     prefix = "past_key_values."
     if state.startswith(prefix):
         return "present." + state.removeprefix(prefix)
@@ -146,7 +165,7 @@ ADJUSTED_LOGITS = TensorSpec(
     (BATCH, VOCAB),
     "logits after masks, biases and penalties; may share logits' buffer",
 )
-# Of packages that read images, `interface.ImageShape`.
+# Inputs of packages that read images; see `interface.ImageShape`.
 IMAGE_ROWS = TensorSpec(
     "image_rows",
     "int32",
@@ -161,7 +180,8 @@ POSITION_OFFSETS = TensorSpec(
     "added to a token's position: time, height, width",
     off=0,
 )
-IMAGE_FEATURES: Final = "image_features"  # the result of vision.onnx, and an input of the decoder
+# The output of vision.onnx, and an input of the decoder.
+IMAGE_FEATURES: Final = "image_features"
 PIXEL_VALUES: Final = "pixel_values"
 GRID = TensorSpec("grid", "int64", (2,), "rows and columns of patches of the image")
 NEXT_IDS = TensorSpec(
@@ -227,7 +247,7 @@ ALLOWED_TOKENS = TensorSpec(
     "bit i of word w: token 32 w + i may be sampled",
     off=-1,
 )
-# Of packages with `Features.num_speculative_tokens`.
+# Inputs and outputs of packages with `Features.num_speculative_tokens`.
 PROMPT_LOOKUP = TensorSpec(
     "prompt_lookup_num_tokens",
     "int32",
@@ -252,11 +272,12 @@ NUM_NEW = TensorSpec(
 NUM_DRAFT_TOKENS = TensorSpec(
     "num_draft_tokens", "int32", (BATCH,), "guesses that were checked for them"
 )
-# An initializer that hosts may replace, of graphs that pad the rows of their products themselves.
+# Graphs that pad the rows of their products have this initializer, which hosts may replace.
 ROW_MULTIPLE = TensorSpec(
     "row_multiple", "int64", (), "products get a number of rows that it divides; 1 or 2"
 )
-# Of packages with `Features.max_loras`; `interface.AdapterTarget` has the tensors of each adapted layer.
+# An input of packages with `Features.max_loras`; `interface.AdapterTarget` has the tensors of each
+# adapted layer.
 ADAPTER = TensorSpec(
     "adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0
 )
@@ -272,8 +293,8 @@ def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:
     return TensorSpec(name, dtype, (BATCH,), meaning, off=off)
 
 
-# What `Features.filters` may name, each with its inputs. `off` of the first input switches the filter off; the `off`
-# of the rest is the usual value.
+# The filters that `Features.filters` may name, each with its inputs. The value `off` of the first
+# input switches the filter off; `off` of the other inputs is the usual value.
 EXTRA_PARAMETERS: Final[dict[str, tuple[TensorSpec, ...]]] = {
     "typical_p": (
         _per_row(
@@ -417,10 +438,8 @@ ADAPTIVE_ERROR = TensorSpec(
 )
 # The states that a filter keeps.
 FILTER_STATES: Final = {"xtc": XTC_NOISE, "mirostat": MIROSTAT_MU, "adaptive_p": ADAPTIVE_ERROR}
-STATEFUL: Final = (
-    "mirostat",
-    "adaptive_p",
-)  # filters whose state changes with each token: rows with one guess none
+# The state of these filters changes with each token, so rows that use one guess nothing.
+STATEFUL_FILTERS: Final = ("mirostat", "adaptive_p")
 NOISE_STREAMS: Final = {NOISE.name: NOISE_STREAM, XTC_NOISE.name: XTC_STREAM}
 SAMPLER_STATES: Final = (LENGTHS, STATUS, TOKENS, OUTPUT_COUNTS, NOISE)
 
@@ -434,7 +453,7 @@ TOP_LOGPROB_OUTPUTS: Final = (
     ),
     TensorSpec("top_logprobs", "float32", (BATCH, TOP_LOGPROBS), "their log-probabilities"),
 )
-# The same of every new token, in packages with `Features.num_speculative_tokens`.
+# The same outputs for every new token, in packages with `Features.num_speculative_tokens`.
 NEW_LOGPROBS = TensorSpec(
     "logprobs", "float32", (BATCH, NEW_TOKENS), "log-probabilities of new_ids"
 )

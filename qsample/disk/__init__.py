@@ -1,1 +1,2 @@
-"""Files and folders: scratch space, locks, replacing, full disks, input from strangers, tensors in files."""
+"""Files and folders: scratch space, locks, replacing, full disks, input from strangers, tensors in
+files."""

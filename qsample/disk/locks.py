@@ -1,4 +1,7 @@
-"""Locks on files: for one process, or shared by several. The system frees them when their process ends, even killed."""
+"""Locks on files, for one process or shared by several.
+
+The system frees the locks of a process when it ends, even if it is killed.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,22 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-_LOCKED_BYTE: Final = 1 << 30  # Windows lets no other process read a locked byte
-_PAUSE: Final = 0.1  # seconds between two looks at a lock
+# Windows lets no other process read a locked byte, so this byte lies after all content.
+_LOCKED_BYTE: Final = 1 << 30
+_POLL_INTERVAL_S: Final = 0.1
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool | None:
-    """Lock a file without waiting, until it is closed; `shared` with other processes that say so. False: another
-    process holds a lock in the way. None: this file system, or Windows for a shared lock, has none."""
+    """Lock a file without waiting, until it is closed.
+
+    Args:
+        descriptor: The descriptor of the open file.
+        shared: Whether other processes may also hold a shared lock.
+
+    Returns:
+        True if the file is locked, False if another process holds a lock on it, and None if the
+        file system, or Windows for a shared lock, has no locks.
+    """
     try:
         if sys.platform == "win32":
             if shared:
@@ -31,7 +43,8 @@ def lock(descriptor: int, *, shared: bool = False) -> bool | None:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             os.lseek(descriptor, 0, os.SEEK_SET)
         else:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
@@ -40,7 +53,8 @@ def lock(descriptor: int, *, shared: bool = False) -> bool | None:
 
 
 def is_at(path: Path, file: FileIO) -> bool:
-    """Whether the open `file` is the one at `path` now: it may have been replaced or deleted before it was locked."""
+    """Whether an open file is the file at `path` now: it may have been replaced or deleted before
+    it was locked."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except OSError:
@@ -49,12 +63,20 @@ def is_at(path: Path, file: FileIO) -> bool:
 
 @contextmanager
 def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Run the body in one process at a time. The processes lock the file at `path`; it is made if it is missing (or
-    OSError is raised), and stays: a process may wait for it. `waiting` is called once if another process runs it."""
+    """Run the body in one process at a time.
+
+    Args:
+        path: The file that the processes lock. It is made if it is missing, and stays, because
+            another process may wait for it.
+        waiting: A function that is called once if another process runs the body.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     with FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         if lock(file.fileno()) is False:
             waiting()
             while lock(file.fileno()) is False:
-                time.sleep(_PAUSE)
+                time.sleep(_POLL_INTERVAL_S)
         yield

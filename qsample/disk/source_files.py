@@ -1,4 +1,4 @@
-"""Files of a user that are read for minutes: whether they are still the same."""
+"""Checks whether the files of a user, which are read for minutes, are still the same."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ Version = tuple[int, ...]
 
 
 def version_of(path: Path, *, changed: bool = False) -> Version | None:
-    """Numbers that change if the file at `path` is replaced or written to; None without a file. changed: with the time
-    of the last change of any kind, names and permissions included: no program can set it."""
+    """Numbers that change if a file is replaced or written to.
+
+    Args:
+        path: The path of the file.
+        changed: Whether the time of the last change of any kind, names and permissions included, is
+            among the numbers. No program can set this time.
+
+    Returns:
+        None if there is no file.
+    """
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -22,8 +30,11 @@ def version_of(path: Path, *, changed: bool = False) -> Version | None:
 
 
 class SourceFiles:
-    """The versions of some files. As a context around the work with them, it raises an error that a change of theirs
-    caused as a message about that change."""
+    """The versions of some files.
+
+    As a context around the work with them, it replaces an error that a change of the files caused
+    by a message about that change.
+    """
 
     def __init__(self) -> None:
         self._versions: dict[Path, Version | None] = {}
@@ -39,9 +50,11 @@ class SourceFiles:
         return frozenset(self._versions)
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise QsampleError if a file has changed. cause: the exception that this explains, if any."""
+        """Raise QsampleError if a file has changed. cause: The exception that this explains, if
+        any."""
         for path, version in self._versions.items():
-            if (now := version_of(path)) != version:
+            now = version_of(path)
+            if now != version:
                 change = "was deleted" if now is None else "was replaced or written to"
                 raise QsampleError(
                     f"{path} {change} while it was in use, and nothing was published; start again when all "

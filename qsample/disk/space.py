@@ -1,4 +1,5 @@
-"""Disks that are full, before work starts and when it fails: one line that names the folder and what is needed."""
+"""Full disks: found before work starts, and recognised when it fails. Messages name the folder and
+the needed space."""
 
 from __future__ import annotations
 
@@ -9,34 +10,41 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from qsample.errors import PackageError, causes_of
 
-SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")  # of folders that a user need not know
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-# Libraries that write files by themselves raise other types, with the system's words in the text.
+# The names of scratch folders, which a user need not know.
+SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")
+_FULL_DISK_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT}
+# Libraries that write files raise other types, with the system's message in the text.
 _FULL_TEXT: Final = re.compile(
     rf"no space left|disk quota exceeded|not enough space|os error ({errno.ENOSPC}|{errno.EDQUOT})\b",
     re.IGNORECASE,
 )
 _LIMITED_TEXT: Final = re.compile(rf"os error {errno.EFBIG}\)")
-_SHORT_WRITE: Final = re.compile(
-    r"\d+ requested and \d+ written|problem writing element"
-)  # NumPy's, without a number
-_NOTHING: Final = 1 << 16  # bytes free on a disk that a write of unknown failure must have filled
+# NumPy's errors have no number.
+_SHORT_WRITE_TEXT: Final = re.compile(r"\d+ requested and \d+ written|problem writing element")
+# If fewer bytes are free, a failed write without a clear error has filled the disk.
+_MIN_FREE_BYTES: Final = 1 << 16
 
-_IS_FULL: Final = (
+_FULL_MESSAGE: Final = (
     "the disk of {} is full; nothing was written. Free some space or choose another disk"
 )
-_IS_LIMITED: Final = (
+_LIMIT_MESSAGE: Final = (
     "{} takes no more of a file: a limit of its file system, a quota or one of this process (ulimit -f) is reached; "
     "nothing was written. Choose another disk"
 )
 
 
 def check_free(folder: Path, needed: int, what: str) -> None:
-    """Raise PackageError if the disk of `folder` has fewer than `needed` bytes free for `what`."""
+    """Raise PackageError if a disk has too little space.
+
+    Args:
+        folder: A folder on the disk.
+        needed: The number of bytes that must be free.
+        what: The name of the content in the message.
+    """
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise PackageError(
@@ -47,8 +55,13 @@ def check_free(folder: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> Iterator[None]:
-    """Turn an error of the body that came of a full disk into a PackageError that names `folder`, missing or not.
-    needed: bytes that `what`, the reader's name of the files, takes there, about; 0 if unknown."""
+    """Replace an error of the body that a full disk caused by a PackageError that names the folder.
+
+    Args:
+        folder: The folder, which may be missing.
+        needed: An estimate of the bytes that the content takes; 0 if unknown.
+        what: The name of the content in the message.
+    """
     try:
         yield
     except PackageError:
@@ -57,57 +70,77 @@ def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> It
         problem = _problem(error, folder)
         if problem is None:
             raise
-        wanted = (
-            f": {what} needs about {format_bytes(needed)}" if needed and problem is _IS_FULL else ""
-        )
-        raise PackageError(problem.format(outside_scratch(folder)) + wanted) from error
+        message = problem.format(outside_scratch(folder))
+        if needed and problem is _FULL_MESSAGE:
+            message += f": {what} needs about {format_bytes(needed)}"
+        raise PackageError(message) from error
 
 
 def _problem(error: BaseException, folder: Path) -> str | None:
-    """The message about the disk of `folder` that explains `error`; None if it has another cause."""
+    """The message about the disk of a folder that explains an error; None if it has another
+    cause."""
     causes = causes_of(error)
-    numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
+    system_errors = [cause for cause in causes if isinstance(cause, OSError)]
+    numbers = {cause.errno for cause in system_errors}
     text = "\n".join(map(str, causes))
-    existing = next(
-        (parent for parent in (folder, *folder.parents) if os.path.isdir(parent)), Path()
-    )
-    nothing_free = shutil.disk_usage(existing).free < _NOTHING
-    is_short = any(
-        isinstance(cause, OSError) and _SHORT_WRITE.search(str(cause)) for cause in causes
-    )
-    if errno.EFBIG in numbers or _LIMITED_TEXT.search(text) or (is_short and not nothing_free):
-        return _IS_LIMITED
-    # ONNX Runtime may say no more than that a write failed.
+    is_filled = shutil.disk_usage(_existing(folder)).free < _MIN_FREE_BYTES
+    is_short = any(_SHORT_WRITE_TEXT.search(str(cause)) for cause in system_errors)
+    if errno.EFBIG in numbers or _LIMITED_TEXT.search(text) or (is_short and not is_filled):
+        return _LIMIT_MESSAGE
+    # ONNX Runtime may only report that a write failed.
     is_unclear = is_short or type(error).__module__ not in ("builtins", "qsample.errors")
-    if numbers & _FULL or _FULL_TEXT.search(text) or (is_unclear and nothing_free):
-        return _IS_FULL
+    if numbers & _FULL_DISK_ERRORS or _FULL_TEXT.search(text) or (is_unclear and is_filled):
+        return _FULL_MESSAGE
     return None
 
 
+def _existing(folder: Path) -> Path:
+    """The folder, or the closest folder around it that exists."""
+    for parent in (folder, *folder.parents):
+        if os.path.isdir(parent):
+            return parent
+    return Path()
+
+
 def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> None:
-    """Remove the files and folders that were used longest ago, as their times say, until the rest takes `limit` bytes.
-    `remove` returns False for one that has to stay."""
-    found = []
+    """Remove the files and folders that were used longest ago until the rest fits.
+
+    Args:
+        paths: The files and folders. The times of their last modification count.
+        limit: The number of bytes that the rest may take.
+        remove: A function that removes a path, or returns False if the path has to stay.
+    """
+    used = list[_Used]()
     for path in paths:
-        with suppress(OSError):  # another process has removed it
+        # Another process may have removed it.
+        with suppress(OSError):
             files = path.rglob("*") if path.is_dir() else [path]
-            found.append(
-                (path.stat().st_mtime_ns, sum(file.stat().st_size for file in files), path)
-            )
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total > limit and remove(path):
-            total -= size
+            size = sum(file.stat().st_size for file in files)
+            used.append(_Used(path.stat().st_mtime_ns, size, path))
+    total = sum(item.size for item in used)
+    for item in sorted(used):
+        if total > limit and remove(item.path):
+            total -= item.size
+
+
+class _Used(NamedTuple):
+    """A file or a folder: the time of its last modification in nanoseconds, its size in bytes, its
+    path."""
+
+    time_ns: int
+    size: int
+    path: Path
 
 
 def outside_scratch(path: Path) -> Path:
-    """`path`, or the folder around the outermost scratch folder that it lies in: the folder that a user knows."""
-    inside = [
-        parent.parent for parent in (path, *path.parents) if SCRATCH_NAME.fullmatch(parent.name)
-    ]
-    return inside[-1] if inside else path
+    """The folder around the outermost scratch folder that a path lies in, which the user knows;
+    otherwise the path."""
+    for parent in (*reversed(path.parents), path):
+        if SCRATCH_NAME.fullmatch(parent.name):
+            return parent.parent
+    return path
 
 
 def format_bytes(count: int) -> str:
-    """`12.3 MB`."""
+    """A size in words, such as `12.3 MB`."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,5 +1,8 @@
-"""Tensors in a safetensors file (https://huggingface.co/docs/safetensors), without the library: written, and read into
-memory: a mapped file that another program cuts off would end the process."""
+"""Writes and reads safetensors files (https://huggingface.co/docs/safetensors) without the library.
+
+The library maps a file, and a mapped file that another program cuts off would end the process. Here
+tensors are read into memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 
@@ -16,7 +19,7 @@ from qsample.checks import is_integer
 from qsample.contract.arrays import DTYPES, Array
 from qsample.disk.untrusted import open_plain, parse_json
 
-_NAMES: Final = {
+_DTYPE_NAMES: Final = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
@@ -24,35 +27,63 @@ _NAMES: Final = {
     "uint8": "U8",
     "int64": "I64",
 }
-_LENGTH_BYTES: Final = 8  # of the header's length; it comes first
-_LARGEST_HEADER: Final = 1 << 24
-_ALIGNMENT: Final = 8
+# The length of the header comes first.
+_LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 1 << 24
+_ALIGNMENT_BYTES: Final = 8
 
 
-def read_header(file: BinaryIO, largest: int = _LARGEST_HEADER) -> tuple[dict[str, Any], int]:
-    """The header of a file, an object, and the place of the first number. Raises ValueError for a header that is
-    damaged, nested deeply or longer than `largest` bytes."""
+def read_header(file: BinaryIO, largest: int = _MAX_HEADER_BYTES) -> tuple[dict[str, Any], int]:
+    """Read the header of a file.
+
+    Args:
+        file: The file, at its start.
+        largest: The largest size of the header in bytes.
+
+    Returns:
+        The header, and the place of the first number.
+
+    Raises:
+        ValueError: The header is damaged, nested deeply or too long.
+    """
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if length > largest:
         raise ValueError("its header is too long")
     header = parse_json(file.read(length).decode("utf-8"))
-    if not isinstance(header, dict) or not all(
-        isinstance(entry, dict) for entry in header.values()
-    ):
+    is_object = isinstance(header, dict)
+    if not is_object or not all(isinstance(entry, dict) for entry in header.values()):
         raise ValueError("its header is not an object of objects")
     return header, _LENGTH_BYTES + length
+
+
+class TensorInfo(NamedTuple):
+    """A tensor in a file: NumPy's name of its dtype (bfloat16 is uint16 of its bits), and its
+    shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class TensorFile:
     """A file, opened to be read; use it as a context.
 
-    metadata: of the header. tensors: dtype (NumPy's name; bfloat16 is uint16 of its bits) and shape by name, in the
-    order of their bytes.
+    Attributes:
+        metadata: The metadata of the header.
+        tensors: The tensors by name, in the order of their bytes.
     """
 
     def __init__(self, path: Path, largest: int | None = None) -> None:
-        """Read the header. largest: bytes of the file. Raises OSError if it cannot be read; ValueError if it is
-        damaged, too large or no plain file, or has other dtypes than `_NAMES` and float64."""
+        """Read the header.
+
+        Args:
+            path: The path of the file.
+            largest: The largest size of the file in bytes; None for any.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is damaged, too large or not a plain file, or has other dtypes than
+                `_DTYPE_NAMES` and float64.
+        """
         self._file = open_plain(path)
         try:
             self._read_header(largest)
@@ -68,9 +99,11 @@ class TensorFile:
             raise ValueError(f"it has {size} bytes, and may have {largest}")
         header, start = read_header(self._file)
         self.metadata: dict[str, Any] = header.pop("__metadata__", {})
-        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, int] = {}
-        numpy = {name: DTYPES[dtype].numpy for dtype, name in _NAMES.items()} | {"F64": "float64"}
+        numpy = {name: DTYPES[dtype].numpy for dtype, name in _DTYPE_NAMES.items()} | {
+            "F64": "float64"
+        }
         expected = start
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             begin, end = entry["data_offsets"]
@@ -78,20 +111,21 @@ class TensorFile:
                 raise ValueError(
                     f"{name:.100} is {entry['dtype']!r:.20}; it may be {', '.join(numpy)}"
                 )
-            dtype, shape = numpy[entry["dtype"]], tuple(entry["shape"])
-            if not all(is_integer(number, 0) for number in (begin, end, *shape)):
+            info = TensorInfo(numpy[entry["dtype"]], tuple(entry["shape"]))
+            if not all(is_integer(number, 0) for number in (begin, end, *info.shape)):
                 raise ValueError(f"its header is damaged: {name:.100} has sizes that are none")
-            if (
-                start + begin != expected
-                or end - begin != math.prod(shape) * np.dtype(dtype).itemsize
-            ):
+            size_of_tensor = math.prod(info.shape) * np.dtype(info.dtype).itemsize
+            if start + begin != expected or end - begin != size_of_tensor:
                 raise ValueError(f"its header is damaged: {name:.100} is not where it should be")
-            self.tensors[name], self._places[name], expected = (dtype, shape), expected, start + end
+            self.tensors[name] = info
+            self._places[name] = expected
+            expected = start + end
         if size != expected:
             raise ValueError("it is cut off" if size < expected else "it is too long")
 
     def read(self, name: str) -> Array:
-        """A tensor, in memory of its own. Raises OSError; ValueError if the file was cut off meanwhile."""
+        """Read a tensor into new memory. Raises OSError, and ValueError if the file was cut off
+        meanwhile."""
         dtype, shape = self.tensors[name]
         self._file.seek(self._places[name])
         array = np.fromfile(self._file, dtype, math.prod(shape))
@@ -109,15 +143,22 @@ class TensorFile:
 def write_tensors(
     file: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Array]
 ) -> None:
-    """Write contiguous tensors to an empty file, in their order; uint16 as the bits of bfloat16."""
+    """Write contiguous tensors to an empty file in their order.
+
+    Args:
+        file: The file.
+        metadata: The metadata of the header.
+        tensors: The tensors by name; uint16 has the bits of bfloat16.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        dtype = "BF16" if array.dtype == np.uint16 else _NAMES[array.dtype.name]
+        begin = end
+        end = begin + array.nbytes
+        dtype = "BF16" if array.dtype == np.uint16 else _DTYPE_NAMES[array.dtype.name]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT_BYTES)
     file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
     file.write(text)
     for array in tensors.values():

@@ -20,28 +20,32 @@ from typing import Any, BinaryIO, Final
 
 from qsample.disk.protobuf import fields
 
-_LONGEST: Final = 255  # bytes of a part of a name, on most file systems
-_FORBIDDEN: Final = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"|?*\\]')
+# Most file systems have this limit.
+_MAX_NAME_BYTES: Final = 255
+_FORBIDDEN_CHARACTER: Final = re.compile(r'[\x00-\x1f\x7f-\x9f<>:"|?*\\]')
 # Devices of Windows, with or without an extension:
 # https://learn.microsoft.com/windows/win32/fileio/naming-a-file
-_DEVICES: Final = re.compile(
+_DEVICE_NAME: Final = re.compile(
     r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])\s*(\..*)?", re.IGNORECASE
 )
 
 
 def problem_of_name(name: str) -> str | None:
-    """The fault of a relative name whose parts are separated by `/`, or None. Refused on every
-    system: absolute names, `..`, drive letters, network shares, backslashes, empty parts, control
-    characters, and names that Windows forbids or takes for a device."""
+    """The fault of a relative name whose parts are separated by `/`; None if it has none.
+
+    On every system, these are refused: absolute names, `..`, drive letters, network shares,
+    backslashes, empty parts, control characters, and names that Windows forbids or takes for a
+    device.
+    """
     parts = name.split("/")
     if name.startswith("/") or re.match(r"[A-Za-z]:", name) or "\\" in name or ".." in parts:
         return "which lies outside the package, or would on another system"
     if "" in parts or "." in parts:
         return "which has an empty part"
-    if _FORBIDDEN.search(name):
+    if _FORBIDDEN_CHARACTER.search(name):
         return "which has a character that file names must not have"
     for part in parts:
-        if _DEVICES.fullmatch(part):
+        if _DEVICE_NAME.fullmatch(part):
             return "which is a device on Windows"
         if part[-1] in ". ":
             return "which ends with a dot or a space, and Windows drops that"
@@ -49,14 +53,16 @@ def problem_of_name(name: str) -> str | None:
             length = len(part.encode("utf-8"))
         except UnicodeEncodeError:
             return "which is not Unicode text"
-        if length > _LONGEST:
-            return f"which is longer than {_LONGEST} bytes"
+        if length > _MAX_NAME_BYTES:
+            return f"which is longer than {_MAX_NAME_BYTES} bytes"
     return None
 
 
 def colliding_name(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names of the same file on some system, or None: they differ in case or composition only,
-    or the first is the folder of the second."""
+    """Two names that are the same file on some system; None if there are none.
+
+    The names differ only in case or composition, or the first is the folder of the second.
+    """
     seen: dict[str, str] = {}
     folders: dict[str, str] = {}
     for name in names:
@@ -83,22 +89,30 @@ def leads_out(path: Path, folders: Iterable[Path]) -> bool:
     return not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders)
 
 
-LARGEST_FILE: Final = (
-    1 << 26
-)  # bytes; a tokenizer's configuration with 100,000 added tokens has a quarter of that
-_DEEPEST_JSON: Final = 64
-_MOST_JSON: Final = (
-    1 << 20
-)  # arrays and objects; reading more takes seconds, in which no other thread runs
+# A tokenizer's configuration with 100,000 added tokens has a quarter of this size.
+MAX_FILE_BYTES: Final = 1 << 26
+_MAX_JSON_DEPTH: Final = 64
+# The reading of more arrays and objects takes seconds, in which no other thread runs.
+_MAX_JSON_CONTAINERS: Final = 1 << 20
+# The largest float has fewer digits. Python's own limit can be changed by a setting.
+_MAX_INTEGER_DIGITS: Final = 400
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
-    """The value of a JSON document. infinities: take `Infinity` and `-Infinity`, as some
-    configurations have them. Raises ValueError, in one line, for bad syntax, a key that comes
-    twice, NaN, other infinities, a number that no float holds, and arrays and objects more than 64
-    deep or more than 2^20 in number."""
-    if text.count("[") + text.count("{") > _MOST_JSON:  # some of them in texts, perhaps
-        raise ValueError(f"it has more than {_MOST_JSON} arrays and objects")
+    """Parse a JSON document.
+
+    Args:
+        text: The document.
+        infinities: Whether `Infinity` and `-Infinity` are accepted; some configurations have them.
+
+    Raises:
+        ValueError: The document has a wrong syntax, a key that comes twice, NaN, other infinities,
+            a number that no float can hold, or too many or too deeply nested arrays and objects.
+            The message is one line.
+    """
+    # Some of these characters may be in texts.
+    if text.count("[") + text.count("{") > _MAX_JSON_CONTAINERS:
+        raise ValueError(f"it has more than {_MAX_JSON_CONTAINERS} arrays and objects")
     constant = _infinity if infinities else _no_constant
     try:
         value = json.loads(
@@ -109,19 +123,27 @@ def parse_json(text: str, *, infinities: bool = False) -> Any:
             parse_int=_integer,
         )
     except RecursionError:
-        raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep") from None
+        raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} deep") from None
     _check_depth(value)
     return value
 
 
-def read_json(path: Path, largest: int = LARGEST_FILE, *, infinities: bool = False) -> Any:
+def read_json(path: Path, largest: int = MAX_FILE_BYTES, *, infinities: bool = False) -> Any:
     """`parse_json` of a UTF-8 file; raises as `read_text` does, too."""
     return parse_json(read_text(path, largest), infinities=infinities)
 
 
-def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
-    """The text of a UTF-8 file. Raises OSError if it cannot be read, ValueError if it is not a
-    plain file, larger than `largest` bytes, or not UTF-8."""
+def read_text(path: Path, largest: int = MAX_FILE_BYTES) -> str:
+    """Read the text of a UTF-8 file.
+
+    Args:
+        path: The path of the file.
+        largest: The largest size of the file in bytes.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a plain file, too large, or not UTF-8.
+    """
     with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
@@ -130,8 +152,12 @@ def read_text(path: Path, largest: int = LARGEST_FILE) -> str:
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """A plain file, opened to be read; nobody waits for a pipe or a device. Raises OSError if it
-    cannot be opened, ValueError if it is not a plain file."""
+    """Open a plain file to be read, without waiting for a pipe or a device.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: It is not a plain file.
+    """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -165,17 +191,18 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 400:  # more digits than the largest float has; Python's own limit is a setting
+    if len(text) > _MAX_INTEGER_DIGITS:
         raise ValueError(f"{text:.40}… is too large for a number")
     return int(text)
 
 
 def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
         depth += 1
-        if depth > _DEEPEST_JSON + 1:
-            raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep")
+        if depth > _MAX_JSON_DEPTH + 1:
+            raise ValueError(f"it is nested more than {_MAX_JSON_DEPTH} deep")
         children: list[Any] = []
         for item in level:
             if isinstance(item, dict):

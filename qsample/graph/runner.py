@@ -30,7 +30,7 @@ from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
 from qsample.graph.weights import relocated
-from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.ort.options import NO_PREPACKING, WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU, open_session
 
 
@@ -69,7 +69,7 @@ class GraphRunner:
         if row_multiple is not None:
             options.add_initializer(ROW_MULTIPLE.name, self._multiple)
         graph, weights = serialized(model, folder)
-        options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
+        options.add_session_config_entry(WEIGHTS_FOLDER_KEY, str(weights))
         self._decoder = open_session(graph, options, providers, disabled_optimizers=disabled)
         self._initial_state = ort.InferenceSession(
             _without_cache(folder / "initial_state.onnx", interface),

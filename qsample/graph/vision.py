@@ -12,7 +12,7 @@ from qsample.contract.arrays import Array
 from qsample.graph.edit import all_initializers, put_behind
 from qsample.graph.runner import serialized
 from qsample.graph.weights import StoredTensor, load_graph
-from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
+from qsample.ort.options import WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU, open_session
 from qsample.ort.session import VISION, VisionSession
 
@@ -55,7 +55,7 @@ def vision_session(folder: Path, level: ort.GraphOptimizationLevel | None = None
     if level is not None:
         options.graph_optimization_level = level
     graph, weights = serialized(load_graph(folder / VISION), folder)
-    options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(weights))
+    options.add_session_config_entry(WEIGHTS_FOLDER_KEY, str(weights))
     return VisionSession(open_session(graph, options, [CPU]))
 
 

@@ -1,8 +1,10 @@
-"""ONNX Runtime's model packages: the `manifest.json` of a package, and bundles of the variants of a model.
+"""ONNX Runtime's model packages: the `manifest.json` of a package, and bundles of the variants of a
+model.
 
-ONNX Runtime 1.32 opens both with `onnxruntime.ModelPackage` (microsoft/onnxruntime#27786). A bundle is a folder with a
-`manifest.json` and a folder for each target's qsample package; equal files are one file on the disk. Each package stays
-whole, and its hashes are verified when it is loaded: ONNX Runtime verifies nothing.
+ONNX Runtime 1.32 opens both with `onnxruntime.ModelPackage` (microsoft/onnxruntime#27786). A bundle
+is a folder with a `manifest.json` and a folder for each target's qsample package; equal files are
+one file on the disk. Each package stays whole, and its hashes are verified when it is loaded: ONNX
+Runtime verifies nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +25,26 @@ from qsample.package.package import Package, foreign_files, read_package
 from qsample.package.signature import SIGNATURE_NAME
 
 PORTABLE: Final = "portable"
-_LARGEST: Final = 1 << 20
-# The first that is available here is loaded.
+_MAX_BUNDLE_MANIFEST_BYTES: Final = 1 << 20
 
 
 def bundle(
     out: str | Path, packages: Sequence[str | Path], *, overwrite: bool = False
 ) -> list[str]:
-    """Put packages of a model into a bundle at the folder `out`, and return the names of the variants.
+    """Put packages of a model into a bundle.
 
-    `packages` are folders of packages with the same tokenizer and vocabulary, each for another target; a portable
-    package is the variant "portable". `overwrite` replaces a bundle that is already there. Raises PackageError if a
-    package is damaged, two are for one target, they are not of one model, or `out` cannot be written.
+    Args:
+        out: The folder of the bundle.
+        packages: Folders of packages with the same tokenizer and vocabulary, each for another
+            target. A portable package is the variant "portable".
+        overwrite: Whether a bundle at `out` is replaced.
+
+    Returns:
+        The names of the variants.
+
+    Raises:
+        PackageError: A package is damaged, two packages are for the same target, they are not of
+            the same model, or `out` cannot be written.
     """
     opened = {str(path): read_package(path) for path in packages}
     if not opened:
@@ -54,31 +64,33 @@ def bundle(
         entry.bytes for package in variants.values() for entry in package.manifest.files.values()
     )
     with scratch_for(target, size, "the bundle") as scratch:
-        first: dict[str, Path] = {}  # sha256 → the file
+        copies: dict[str, Path] = {}
         for name, package in variants.items():
-            folder = scratch.new / name
-            signature = [SIGNATURE_NAME] if (package.path / SIGNATURE_NAME).is_file() else []
-            for file in (MANIFEST_NAME, *signature, *package.manifest.files):
-                made = folder / file
-                made.parent.mkdir(parents=True, exist_ok=True)
-                entry = package.manifest.files.get(file)
-                if entry is not None and entry.sha256 in first:
-                    _link(first[entry.sha256], made)
-                else:
-                    shutil.copyfile(package.path / file, made)
-                if entry is not None:
-                    first.setdefault(entry.sha256, made)
-            read_package(folder)  # what was copied is what was read
-        text = (
-            json.dumps(
-                model_package({name: package.manifest for name, package in variants.items()}),
-                indent=2,
-            )
-            + "\n"
-        )
+            _copy_package(package, scratch.new / name, copies)
+        manifests = {name: package.manifest for name, package in variants.items()}
+        text = json.dumps(model_package(manifests), indent=2) + "\n"
         (scratch.new / MODEL_PACKAGE_NAME).write_text(text, encoding="utf-8")
         put_in_place(scratch, target, lambda path: _check_target(path, target, overwrite))
     return list(variants)
+
+
+def _copy_package(package: Package, folder: Path, copies: dict[str, Path]) -> None:
+    """Copy a package to a folder of the bundle, and check the copy. copies: The files of the bundle
+    so far by sha256; a file that is already there gets a second name."""
+    files = [MANIFEST_NAME, *package.manifest.files]
+    if (package.path / SIGNATURE_NAME).is_file():
+        files.append(SIGNATURE_NAME)
+    for file in files:
+        copy = folder / file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        entry = package.manifest.files.get(file)
+        if entry is not None and entry.sha256 in copies:
+            _link(copies[entry.sha256], copy)
+            continue
+        shutil.copyfile(package.path / file, copy)
+        if entry is not None:
+            copies[entry.sha256] = copy
+    read_package(folder)
 
 
 def variant_name(package: Package) -> str:
@@ -93,35 +105,34 @@ def is_bundle(path: str | Path) -> bool:
 
 
 def variants_in(path: str | Path) -> dict[str, Path]:
-    """The folder of each variant of a bundle, by name; {} if `path` is no bundle."""
+    """The folder of each variant of a bundle by name; {} if `path` is not a bundle."""
     return {name: Path(path) / place for name, place in _variants(Path(path)).items()}
 
 
 def package_in(path: str | Path, provider: str | Sequence[str] | None = None) -> str | Path:
-    """The folder of the package to load: a bundle's variant, or `path` itself if it is no bundle. A short name as
-    `provider` chooses its variant, or else the portable one, as a list of ONNX Runtime's names does. By default, the
-    variant of the first provider that is available here counts: CUDA, WebGPU, OpenVINO, the CPU; or else the portable
-    one, or any. Raises PackageError if a bundle has no such variant."""
+    """The folder of the package to load.
+
+    Args:
+        path: The folder of a bundle, or of anything else, which is returned unchanged.
+        provider: A short name chooses its variant, or otherwise the portable variant. A list of
+            ONNX Runtime's names chooses the portable variant. By default, the variant of the first
+            provider that is available here is chosen (CUDA, WebGPU, OpenVINO, the CPU), otherwise
+            the portable variant, otherwise any.
+
+    Raises:
+        PackageError: A bundle has no such variant.
+    """
     folder = Path(path)
     variants = _variants(folder)
     if not variants:
         return path
-    if isinstance(provider, str):
+    if provider is None:
+        wanted = [*_available_targets(), PORTABLE, *variants]
+    elif isinstance(provider, str):
         wanted = [provider, PORTABLE]
-    elif provider is not None:
-        wanted = [PORTABLE]  # the names of ONNX Runtime's providers are for portable packages
     else:
-        from qsample.ort.providers import (
-            PROVIDERS,
-            available_providers,
-            short_name,
-        )  # which load ONNX Runtime
-
-        here = available_providers()
-        wanted = [short_name(provider) for provider in PROVIDERS if provider in here] + [
-            PORTABLE,
-            *variants,
-        ]
+        # ONNX Runtime's names are for portable packages.
+        wanted = [PORTABLE]
     for name in wanted:
         if name in variants:
             return folder / variants[name]
@@ -130,45 +141,59 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     )
 
 
+def _available_targets() -> list[str]:
+    """The short names of the providers that are available here, the best first."""
+    # This import loads ONNX Runtime.
+    from qsample.ort.providers import PROVIDERS, available_providers, short_name
+
+    here = available_providers()
+    return [short_name(provider) for provider in PROVIDERS if provider in here]
+
+
 def _variants(folder: Path) -> dict[str, str]:
-    """Variant → its folder's name; {} if `folder` is not a bundle."""
+    """The name of each variant's folder by the variant's name; {} if `folder` is not a bundle."""
     path = folder / MODEL_PACKAGE_NAME
     if not os.path.isfile(path) or os.path.isfile(folder / MANIFEST_NAME):
         return {}
     try:
-        declared = read_json(path, _LARGEST)["components"]["decoder"]["variants"]
-        found = {name: variant["variant_directory"] for name, variant in declared.items()}
-        ours = {
-            name: place
-            for name, place in found.items()
-            if "qsample" in declared[name]["executor_info"]
+        document = read_json(path, _MAX_BUNDLE_MANIFEST_BYTES)
+        declared = document["components"]["decoder"]["variants"]
+        folders = {
+            name: variant["variant_directory"]
+            for name, variant in declared.items()
+            if "qsample" in variant["executor_info"]
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    for place in ours.values():
+    for place in folders.values():
         if not isinstance(place, str) or "/" in place or problem_of_name(place):
             raise PackageError(
                 f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself"
             )
-    return ours
+    return folders
 
 
 def _check_same_model(variants: dict[str, Package]) -> None:
-    (first, *others) = variants.values()
+    """Raise PackageError unless all packages have the same tokens."""
+    first, *others = variants.values()
     for other in others:
-        mine, its = first.manifest, other.manifest
-        if (mine.interface.vocab_size, mine.token_ids) != (
-            its.interface.vocab_size,
-            its.token_ids,
-        ) or (mine.files.get("tokenizer.json") != its.files.get("tokenizer.json")):
+        if _tokens(first) != _tokens(other):
             raise PackageError(
                 f"{first.path} and {other.path} have other vocabularies, tokenizers or special tokens; a bundle holds "
                 "variants of one model"
             )
 
 
+def _tokens(package: Package) -> tuple[object, ...]:
+    """Everything that variants of a model have in common about tokens."""
+    manifest = package.manifest
+    tokenizer = manifest.files.get("tokenizer.json")
+    return manifest.interface.vocab_size, manifest.token_ids, tokenizer
+
+
 def _check_target(path: Path, target: Path, overwrite: bool) -> None:
-    """Raise PackageError if the file or folder at `path`, now or formerly `target`, must not be replaced."""
+    """Raise PackageError if the file or folder at `path`, which is or was at `target`, must not be
+    replaced."""
     check_replaceable(path, target, "bundle", is_bundle, _foreign_files, overwrite)
 
 
@@ -181,7 +206,7 @@ def _foreign_files(folder: Path) -> Iterator[str]:
 
 
 def _link(existing: Path, path: Path) -> None:
-    """Give a file a second name; a copy, if the file system has no such links."""
+    """Give a file a second name. Copy it if the file system has no such links."""
     try:
         os.link(existing, path)
     except OSError:

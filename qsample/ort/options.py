@@ -15,23 +15,22 @@ import onnxruntime as ort
 
 from qsample.checks import check_fields, checked, flag, integer, refuse
 
-FOLDER_OF_WEIGHTS: Final = (
-    "session.model_external_initializers_file_folder_path"  # of a graph in bytes
-)
-# Kernels do not copy the weights into another layout: for a session that runs seldom, or never.
+# The folder of the external weights of a graph that is given as bytes.
+WEIGHTS_FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
+# Kernels do not copy the weights to another layout; for sessions that run rarely or never.
 NO_PREPACKING: Final = {"session.disable_prepacking": "1"}
 # Threads that wait for work leave the processors to other threads.
 NO_SPINNING: Final = {"session.intra_op.allow_spinning": "0"}
 
-_VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"  # of ONNX Runtime; 0: as if it was not set
-_CPUS: Final = Path("/sys/devices/system/cpu")
-_NODES: Final = Path("/sys/devices/system/node")
-_DEVICES: Final = Path("/sys/devices")
-_OWN_CGROUPS: Final = Path("/proc/self/cgroup")
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_SHARES_OF_HYBRIDS: Final = (
-    4  # parts of an operator for a thread, on processors with cores of two kinds
-)
+# ONNX Runtime reads this variable; 0 counts as unset.
+_THREADS_VARIABLE: Final = "ORT_INTRA_OP_NUM_THREADS"
+_CPUS_FOLDER: Final = Path("/sys/devices/system/cpu")
+_NUMA_NODES_FOLDER: Final = Path("/sys/devices/system/node")
+_DEVICES_FOLDER: Final = Path("/sys/devices")
+_OWN_CGROUPS_FILE: Final = Path("/proc/self/cgroup")
+_CGROUPS_FOLDER: Final = Path("/sys/fs/cgroup")
+# ONNX Runtime divides an operator into this many shares for a thread if cores are of two kinds.
+_SHARES_PER_HYBRID_THREAD: Final = 4
 
 
 def _texts(name: str, given: Any) -> dict[str, str]:
@@ -48,11 +47,12 @@ class SessionOptions:
     """How ONNX Runtime runs.
 
     Attributes:
-        intra_op_num_threads: threads of one operator; by default as `chosen_threads` says.
-        provider_options: for the first provider.
-        config: further session configuration entries by ONNX Runtime's key.
-        batch_invariant: rows get the same last bits in any batch; see `ort.rounding`. False takes
-            what is fastest.
+        intra_op_num_threads: The number of threads of an operator; the default is that of
+            `chosen_threads`.
+        provider_options: The options of the first provider.
+        config: Further session configuration entries by ONNX Runtime's key.
+        batch_invariant: Whether rows get the same last bits in any batch; see `ort.rounding`. False
+            takes the fastest way.
     """
 
     intra_op_num_threads: int | None = integer(None, 1, math.inf, "an integer >= 1, or None")
@@ -69,11 +69,15 @@ class SessionOptions:
 def session_options(
     config: Mapping[str, str] | None = None, *, intra_op_num_threads: int | None = None
 ) -> ort.SessionOptions:
-    """ONNX Runtime's options, from the fields of `SessionOptions`, without its log: warnings are
-    about optimisations, errors are exceptions, and both print a graph's names as they are: such
-    names could command a terminal. On AVX-512, its defaults for spinning, affinity, arena, memory
-    patterns and shares of threads were the fastest, within 2 %: `benchmarks/session_options.py`."""
-    ort.disable_telemetry_events()  # if onnxruntime was imported before qsample
+    """ONNX Runtime's options, from the fields of `SessionOptions`.
+
+    The log of ONNX Runtime is off: warnings are about optimisations, errors are exceptions, and
+    both print the names in a graph unchanged, so a name could command a terminal. On AVX-512, ONNX
+    Runtime's defaults for spinning, affinity, arena, memory patterns and shares of threads were the
+    fastest, within 2 %.
+    """
+    # A program may have imported onnxruntime before qsample.
+    ort.disable_telemetry_events()
     options = ort.SessionOptions()
     options.log_severity_level = 4
     threads = chosen_threads(intra_op_num_threads)
@@ -85,9 +89,15 @@ def session_options(
 
 
 def chosen_threads(asked: int | None) -> int | None:
-    """The threads of a session: `asked`, or one for each core that this process may use; None: ONNX
-    Runtime's choice. ONNX Runtime would start a thread for every core of the machine, and bind each
-    to its core, regardless of the process's affinity and of its container's quota."""
+    """The number of threads of a session; None leaves the choice to ONNX Runtime.
+
+    ONNX Runtime would start a thread for every core of the machine, and bind each to its core,
+    regardless of the affinity of the process and the quota of its container.
+
+    Args:
+        asked: The number that the caller asks for; by default one thread for each core that this
+            process may use.
+    """
     if asked is not None or _from_environment() is not None:
         return asked
     usable = min(_cores(_affinity()), *_quotas(), _machine())
@@ -134,58 +144,59 @@ def threads_of_parts(parts: int) -> list[PartThreads]:
 
 def _nodes() -> list[list[int]]:
     """The processors of each NUMA node that this process may run on."""
-    usable, nodes = set(_affinity() or ()), list[list[int]]()
-    for path in sorted(
-        _NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
-    ):
+    usable = set(_affinity() or ())
+    nodes = list[list[int]]()
+    paths = _NUMA_NODES_FOLDER.glob("node[0-9]*/cpulist")
+    for path in sorted(paths, key=lambda path: int(path.parent.name.removeprefix("node"))):
         with suppress(OSError, ValueError):
-            ends = [
-                list(map(int, part.split("-")))
-                for part in path.read_text().strip().split(",")
-                if part
-            ]
-            nodes.append(
-                [
-                    number
-                    for one in ends
-                    for number in range(one[0], one[-1] + 1)
-                    if number in usable
-                ]
-            )
+            numbers = _processors_in(path.read_text().strip())
+            nodes.append([number for number in numbers if number in usable])
     return [node for node in nodes if node]
 
 
+def _processors_in(text: str) -> Iterator[int]:
+    """The numbers in a list such as "0-2,6-8"."""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
 def most_shares(asked: int | None) -> int:
-    """The most parts into which ONNX Runtime cuts an operator; asked: as for `chosen_threads`."""
+    """The largest number of shares into which ONNX Runtime divides an operator.
+
+    Args:
+        asked: The number of threads that the caller asks for; see `chosen_threads`.
+    """
     threads = chosen_threads(asked) or _from_environment() or _machine()
-    hybrid = all(
-        (_DEVICES / name).exists() for name in ("cpu_core", "cpu_atom")
-    )  # Linux says so of Intel's
-    return threads * _SHARES_OF_HYBRIDS if hybrid and threads > 1 else threads
+    # Linux lists both kinds of cores of Intel's hybrid processors.
+    is_hybrid = all((_DEVICES_FOLDER / name).exists() for name in ("cpu_core", "cpu_atom"))
+    return threads * _SHARES_PER_HYBRID_THREAD if is_hybrid and threads > 1 else threads
 
 
 def _from_environment() -> int | None:
     try:
-        return int(os.environ.get(_VARIABLE, "")) or None
-    except ValueError:  # ONNX Runtime reports it
+        return int(os.environ.get(_THREADS_VARIABLE, "")) or None
+    except ValueError:  # ONNX Runtime reports a wrong value.
         return None
 
 
 def _affinity() -> Iterable[int] | None:
-    """Numbers of the processors that this process may run on; None if unknown."""
+    """The numbers of the processors that this process may run on; None if unknown."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 def _machine() -> int:
-    """The machine's cores; if it is unknown which processors share a core, its processors."""
+    """The number of the machine's cores, or of its processors if it is unknown which share a
+    core."""
     return max(_cores(None), 1)
 
 
 def _cores(processors: Iterable[int] | None) -> int:
     """The number of cores of some processors, by default of all."""
     if processors is None:
+        paths = _CPUS_FOLDER.glob("cpu[0-9]*")
         online = [
-            int(path.name[3:]) for path in _CPUS.glob("cpu[0-9]*") if (path / "topology").exists()
+            int(path.name.removeprefix("cpu")) for path in paths if (path / "topology").exists()
         ]
         processors = online or range(os.cpu_count() or 1)
     return len({_core(number) for number in processors})
@@ -193,12 +204,10 @@ def _cores(processors: Iterable[int] | None) -> int:
 
 def _core(number: int) -> str:
     """A text that the processors of a core have in common."""
-    for name in (
-        "core_cpus_list",
-        "thread_siblings_list",
-    ):  # the second is the name on Linux before 5.3
+    # The second is the name on Linux before 5.3.
+    for name in ("core_cpus_list", "thread_siblings_list"):
         with suppress(OSError):
-            return (_CPUS / f"cpu{number}" / "topology" / name).read_text().strip()
+            return (_CPUS_FOLDER / f"cpu{number}" / "topology" / name).read_text().strip()
     return str(number)
 
 
@@ -206,16 +215,20 @@ def _quotas() -> Iterator[int]:
     """The processor time that each control group around this process may take, in processors,
     rounded up."""
     try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
+        lines = _OWN_CGROUPS_FILE.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if kinds and "cpu" not in kinds.split(","):
             continue
-        for root in [_CGROUPS / kinds, _CGROUPS / "cpu"] if kinds else [_CGROUPS]:
-            own = PurePosixPath(path.lstrip("/"))
-            # In a container the path may be the host's, of which only the root exists.
+        # Version 2 of control groups has no kinds.
+        roots = [_CGROUPS_FOLDER]
+        if kinds:
+            roots = [_CGROUPS_FOLDER / kinds, _CGROUPS_FOLDER / "cpu"]
+        own = PurePosixPath(path.lstrip("/"))
+        for root in roots:
+            # In a container, the path may be a path of the host, and only its root exists here.
             for folder in (root / own, *(root / parent for parent in own.parents)):
                 quota = _quota(folder, unified=not kinds)
                 if quota is not None:
@@ -223,14 +236,16 @@ def _quotas() -> Iterator[int]:
 
 
 def _quota(folder: Path, *, unified: bool) -> int | None:
-    """unified: version 2 of control groups, with a single file."""
+    """The quota of a control group, in processors; None if there is none. unified: Whether this is
+    version 2 of control groups, which has a single file."""
     try:
         if unified:
-            most, period = (folder / "cpu.max").read_text().split()
+            quota, period = (folder / "cpu.max").read_text().split()
         else:
-            most, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
-            )
-        return None if most in ("max", "-1") else max(-(-int(most) // int(period)), 1)
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        if quota in ("max", "-1"):
+            return None
+        return max(-(-int(quota) // int(period)), 1)
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -1,7 +1,9 @@
-"""A decoder in parts, each on a device with a session, a thread and its memory; `Pipeline` runs them in order.
+"""A decoder in parts, each on a device with a session, a thread and its memory; `Pipeline` runs
+them in order.
 
-Hidden states go from a part to the next, and inputs that lie on another device are copied before a part runs. Runs that
-need not wait for each other, such as the pieces of a prompt, overlap: a part begins the next as soon as it ends one.
+Hidden states go from a part to the next, and inputs that lie on another device are copied before a
+part runs. Runs that need not wait for each other, such as the pieces of a prompt, overlap: a part
+begins its next run as soon as a run ends.
 """
 
 from __future__ import annotations
@@ -23,15 +25,22 @@ from qsample.errors import PackageError
 from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import Buffer, HostBuffer, copy_on_device
 
-_AXES: Final = (BATCH, SEQUENCE)
-_DTYPES: Final = {dtype.onnxruntime: name for name, dtype in DTYPES.items()}
+_HIDDEN_AXES: Final = (BATCH, SEQUENCE)
+_DTYPE_NAMES: Final = {dtype.onnxruntime: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """A part of a decoder.
-    device: of its memory, such as "cpu" or "cuda:1". thread: opened the session and runs it; ONNX Runtime's threads
-    have its processors. replays: None if it is not captured."""
+
+    Attributes:
+        session: The session of its graph.
+        spec: The inputs and outputs of its graph.
+        device: The device of its memory, such as "cpu" or "cuda:1".
+        thread: The thread that opened the session and runs it; the threads of ONNX Runtime have its
+            processors.
+        replays: The captures of its runs; None if it is not captured.
+    """
 
     session: ort.InferenceSession
     spec: GraphSpec
@@ -43,30 +52,28 @@ class Part:
     def of(
         session: ort.InferenceSession, device: str, thread: DeviceThread, *, captured: bool
     ) -> Part:
-        inputs, outputs = (
-            tuple(map(_spec_of, side)) for side in (session.get_inputs(), session.get_outputs())
-        )
-        return Part(
-            session,
-            GraphSpec(inputs, (), outputs),
-            device,
-            thread,
-            Replays(threaded=False) if captured else None,
-        )
+        """A part with the inputs and outputs of its session. captured: Whether its runs are
+        captured and replayed."""
+        inputs = tuple(_spec_of(value) for value in session.get_inputs())
+        outputs = tuple(_spec_of(value) for value in session.get_outputs())
+        replays = Replays(threaded=False) if captured else None
+        return Part(session, GraphSpec(inputs, (), outputs), device, thread, replays)
 
 
 def _spec_of(value: Any) -> TensorSpec:
-    return TensorSpec(value.name, _DTYPES.get(value.type, value.type), tuple(value.shape), "")
+    dtype = _DTYPE_NAMES.get(value.type, value.type)
+    return TensorSpec(value.name, dtype, tuple(value.shape), "")
 
 
 def hidden_states(parts: Sequence[Part]) -> set[str]:
-    """The names of the tensors between the parts. Raises PackageError if the sizes of any are unknown."""
-    given = {spec.name: spec for part in parts for spec in part.spec.outputs}
-    found = {name for part in parts for name in part.spec.input_names if name in given}
-    for spec in map(given.__getitem__, found):
-        if spec.dtype not in DTYPES or not all(
-            isinstance(axis, int) or axis in _AXES for axis in spec.axes
-        ):
+    """The names of the tensors between the parts. Raises PackageError if the sizes of any are
+    unknown."""
+    outputs = {spec.name: spec for part in parts for spec in part.spec.outputs}
+    found = {name for part in parts for name in part.spec.input_names if name in outputs}
+    for name in found:
+        spec = outputs[name]
+        has_sizes = all(isinstance(axis, int) or axis in _HIDDEN_AXES for axis in spec.axes)
+        if spec.dtype not in DTYPES or not has_sizes:
             raise PackageError(
                 f"{spec.name:.80} of a part has dtype {spec.dtype} and shape {spec.axes}; compile the package again"
             )
@@ -74,37 +81,45 @@ def hidden_states(parts: Sequence[Part]) -> set[str]:
 
 
 class Pipeline:
-    """The parts over the memory of some rows. No method may be called while another runs."""
+    """The parts over the memory of some rows. No method may be called while another runs.
+
+    Attributes:
+        parts: The parts in order.
+        hidden: The names of the hidden states between them.
+        running: The unfinished runs, each as the future of its last part.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts, self.hidden = parts, hidden_states(parts)
-        self.running: deque[Future[None]] = (
-            deque()
-        )  # runs that nobody waited for, of their last parts
-        self._lengths: Array | None = None  # of the rows after these
+        self.parts = parts
+        self.hidden = hidden_states(parts)
+        self.running = deque[Future[None]]()
+        # The lengths of the rows after the unfinished runs.
+        self._lengths: Array | None = None
 
     def bind(self, buffers: Mapping[str, Buffer], *, captured: bool = True) -> BoundParts:
-        """`buffers` has every input and output of the decoder by name, states on the device of their part."""
+        """Bind the parts. buffers: Every input and output of the decoder by name, states on the
+        device of their part."""
         return BoundParts(self, buffers, captured=captured)
 
     def finish(self, left: int = 0) -> None:
-        """Wait until at most `left` runs are under way."""
+        """Wait until at most `left` runs are unfinished."""
         try:
             while len(self.running) > left:
                 self.running.popleft().result()
         except BaseException:
-            self.running.clear()  # what is left ends in its threads before anything else runs there
+            # The remaining runs end in their threads before anything else runs there.
+            self.running.clear()
             raise
 
     def lengths(self, buffers: Mapping[str, Buffer]) -> Array:
-        """The lengths of the rows after all runs under way, for a run that reads more tokens behind them."""
-        now = (
-            self._lengths
-            if self.running and self._lengths is not None
-            else _values(buffers[LENGTHS.name])
-        )
-        self._lengths = now + _values(buffers[INPUT_LENGTHS.name])
-        return now
+        """The lengths of the rows after all unfinished runs, for a run that reads further tokens of
+        the rows."""
+        if self.running and self._lengths is not None:
+            lengths = self._lengths
+        else:
+            lengths = _values(buffers[LENGTHS.name])
+        self._lengths = lengths + _values(buffers[INPUT_LENGTHS.name])
+        return lengths
 
 
 def _values(buffer: Buffer) -> Array:
@@ -119,9 +134,12 @@ class BoundParts:
     def __init__(
         self, pipeline: Pipeline, buffers: Mapping[str, Buffer], *, captured: bool
     ) -> None:
-        self._pipeline, self._captured = pipeline, captured
-        self._buffers, self._changed = dict(buffers), {LENGTHS.name}
-        self._lanes: list[_Lane] = []  # as many as runs can be under way, in turns
+        self._pipeline = pipeline
+        self._captured = captured
+        self._buffers = dict(buffers)
+        self._changed = {LENGTHS.name}
+        # There are as many lanes as runs can be unfinished. They take turns.
+        self._lanes: list[_Lane] = []
 
     def bind_input(self, name: str, buffer: Buffer) -> None:
         """Read an input from other memory from now on; an input that the graph lacks is ignored."""
@@ -129,8 +147,12 @@ class BoundParts:
         self._changed.add(name)
 
     def run(self, *, wait: bool = True) -> None:
-        """Run once. wait: to its end; False if another run for later tokens of the same rows follows, over other ids
-        and input_lengths, before anything is read."""
+        """Run once.
+
+        Args:
+            wait: Whether to wait for its end; False if another run for later tokens of the same
+                rows follows, over other ids and input_lengths, before anything is read.
+        """
         pipeline = self._pipeline
         parts = pipeline.parts
         pipeline.finish(len(parts) - 1)
@@ -140,10 +162,11 @@ class BoundParts:
         lengths = None if wait and not pipeline.running else pipeline.lengths(self._buffers)
         done: Future[None] | None = None
         for number, part in enumerate(parts):
-            own = inputs
+            part_inputs = inputs
             if lengths is not None and part is not parts[-1]:
-                own = inputs | {LENGTHS.name: Buffer.of(lengths, part.device)}
-            done = part.thread.submit(partial(lane.run, number, lane.on_device(number, own), done))
+                part_inputs = inputs | {LENGTHS.name: Buffer.of(lengths, part.device)}
+            there = lane.on_device(number, part_inputs)
+            done = part.thread.submit(partial(lane.run, number, there, done))
         assert done is not None
         pipeline.running.append(done)
         if wait:
@@ -159,6 +182,14 @@ class BoundParts:
         return lane
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Memory that is copied to another device."""
+
+    source: Buffer
+    target: Buffer
+
+
 class _Lane:
     """The memory of a run: its hidden states, and inputs that are copied from another device."""
 
@@ -170,31 +201,35 @@ class _Lane:
         *,
         captured: bool,
     ) -> None:
-        """shape: of the ids, [B, S]."""
+        """Bind each part. shape: The shape of the ids, [B, S]."""
         self.shape = shape
         sizes = dict(zip((BATCH, SEQUENCE), shape, strict=True))
         known = {name: buffer for name, buffer in buffers.items() if name not in pipeline.hidden}
         self._graphs: list[BoundGraph] = []
-        # Of each part: the inputs that lie elsewhere, and copies of them; its hidden states, and copies elsewhere.
-        self._copied: list[dict[str, tuple[Buffer, Buffer]]] = []
-        self._sent: list[list[tuple[Buffer, Buffer]]] = [[] for _ in pipeline.parts]
-        maker = dict[str, int]()
+        # The inputs of each part that lie on another device.
+        self._copies_before: list[dict[str, _Copy]] = []
+        # The hidden states of each part that later parts on other devices read.
+        self._copies_after: list[list[_Copy]] = [[] for _ in pipeline.parts]
+        makers = dict[str, int]()
         for number, part in enumerate(pipeline.parts):
-            memory, copied = dict(known), {}
+            memory = dict(known)
+            copies = dict[str, _Copy]()
             for name in part.spec.input_names:
                 source = known[name]
                 if source.device not in (part.device, "cpu"):
                     spec = TensorSpec(name, source.dtype, source.shape, "")
                     memory[name] = Buffer.allocate(spec, {}, part.device)
-                    if name in maker:
-                        self._sent[maker[name]].append((source, memory[name]))
+                    copy = _Copy(source, memory[name])
+                    if name in makers:
+                        self._copies_after[makers[name]].append(copy)
                     else:
-                        copied[name] = source, memory[name]
+                        copies[name] = copy
             for spec in part.spec.outputs:
                 if spec.name in pipeline.hidden:
-                    maker[spec.name] = number
-                    memory[spec.name] = known[spec.name] = Buffer.allocate(spec, sizes, part.device)
-            self._copied.append(copied)
+                    makers[spec.name] = number
+                    known[spec.name] = Buffer.allocate(spec, sizes, part.device)
+                    memory[spec.name] = known[spec.name]
+            self._copies_before.append(copies)
             self._graphs.append(
                 BoundGraph(
                     part.session, part.spec, memory, part.device, part.replays, captured=captured
@@ -202,23 +237,31 @@ class _Lane:
             )
 
     def on_device(self, number: int, inputs: Mapping[str, Buffer]) -> dict[str, Buffer]:
-        """`inputs` for a part, those on another device copied, as its other inputs there are."""
-        given = dict(inputs)
-        for name, (source, target) in self._copied[number].items():
-            buffer = inputs.get(name, source)
-            if buffer.device != target.device:
-                copy_on_device(buffer, target)
-                given[name] = target
-        return given
+        """Copy the inputs of a part that lie on another device. Returns `inputs` with the copies in
+        place of them."""
+        there = dict(inputs)
+        for name, copy in self._copies_before[number].items():
+            buffer = inputs.get(name, copy.source)
+            if buffer.device != copy.target.device:
+                copy_on_device(buffer, copy.target)
+                there[name] = copy.target
+        return there
 
     def run(self, number: int, inputs: Mapping[str, Buffer], before: Future[None] | None) -> None:
-        """Run a part when the part before it has run. inputs: those that may be in other memory than in the last run.
-        In the part's thread, nothing may run on another device: a session that is captured does not choose its own
-        before each run."""
+        """Run a part after the part before it.
+
+        In the part's thread, nothing may run on another device: a session that is captured does not
+        choose its device before each run.
+
+        Args:
+            number: The number of the part.
+            inputs: The inputs that may be in other memory than in the last run.
+            before: The run of the part before it.
+        """
         if before is not None:
             before.result()
         for name, buffer in inputs.items():
             self._graphs[number].bind_input(name, buffer)
         self._graphs[number].run()
-        for source, target in self._sent[number]:
-            copy_on_device(source, target)
+        for copy in self._copies_after[number]:
+            copy_on_device(copy.source, copy.target)

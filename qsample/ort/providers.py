@@ -1,9 +1,8 @@
-"""Execution providers: their names, their presence here, what a package's manifest may ask of them,
-and their sessions.
+"""Execution providers: which exist here, what a manifest may ask of them, and their sessions.
 
-Some are part of ONNX Runtime. Others are plugins: libraries of separate packages; they have to be
-registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries). `PROVIDERS`
-has what qsample knows of each.
+Some providers are part of ONNX Runtime. Others are plugins, libraries of separate packages that
+have to be registered first (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries).
+`PROVIDERS` describes each, and `Place` is the choice for a package.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,17 +28,24 @@ CUDA: Final = "CUDAExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
 TENSORRT: Final = "TensorrtExecutionProvider"
 WEBGPU: Final = "WebGpuExecutionProvider"
-DEVICE: Final = "device_type"  # the option that chooses a device of OpenVINO
-# The option of WebGPU that names nodes for the host; here with spaces between them.
-ON_HOST: Final = "forceCpuNodeNames"
+# OpenVINO's option that chooses a device.
+DEVICE_OPTION: Final = "device_type"
+# WebGPU's option that names the nodes for the host, in manifests with spaces between the names.
+HOST_NODES_OPTION: Final = "forceCpuNodeNames"
 
 
 class Provider(NamedTuple):
-    """What qsample knows of an execution provider. extra: of qsample, brings it; advice: the rest
-    of that sentence. options: precision and the options that compile's targets write, each with a
-    pattern of its whole value: a manifest may set them; None: no manifest may name the provider.
-    memory: the device of a session's buffers. fallbacks: providers before the CPU's for the nodes
-    that it leaves over."""
+    """An execution provider, as qsample knows it.
+
+    Attributes:
+        extra: The pip extra of qsample that installs it.
+        advice: The end of a sentence that begins with the command that installs the extra.
+        options: The options that a manifest may set, each with a pattern of its whole value: the
+            precision, and the options that the targets of `compile` write. None if no manifest may
+            name the provider.
+        memory: The device of a session's buffers.
+        fallbacks: The providers, before the CPU's, for the nodes that it does not run.
+    """
 
     extra: str = ""
     advice: str = ""
@@ -48,7 +54,7 @@ class Provider(NamedTuple):
     fallbacks: tuple[str, ...] = ()
 
 
-# The best first.
+# The best provider comes first.
 PROVIDERS: Final[Mapping[str, Provider]] = {
     CUDA: Provider(
         "gpu",
@@ -59,13 +65,13 @@ PROVIDERS: Final[Mapping[str, Provider]] = {
     WEBGPU: Provider(
         "webgpu",
         " brings WebGPU",
-        {"enableInt64": "[01]", ON_HOST: r"[\w.:/ -]*"},
+        {"enableInt64": "[01]", HOST_NODES_OPTION: r"[\w.:/ -]*"},
         memory="webgpu",
     ),
     OPENVINO: Provider(
         "openvino",
         " brings OpenVINO",
-        {DEVICE: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
+        {DEVICE_OPTION: "CPU|GPU|NPU", "INFERENCE_PRECISION_HINT": "f32|f16|bf16"},
     ),
     CPU: Provider(options={}),
     TENSORRT: Provider(
@@ -74,19 +80,22 @@ PROVIDERS: Final[Mapping[str, Provider]] = {
         fallbacks=(CUDA,),
     ),
 }
-_SUFFIX: Final = "ExecutionProvider"
+_PROVIDER_SUFFIX: Final = "ExecutionProvider"
 _PLUGIN_PREFIX: Final = "onnxruntime_ep_"
 
 
 def execution_providers(name: str) -> tuple[str, ...]:
-    """ONNX Runtime's providers for a short name such as "cuda", in order of preference, the CPU's
-    last. QsampleError unless ONNX Runtime knows the provider, or an installed plugin
-    `onnxruntime_ep_<name>` brings it."""
+    """ONNX Runtime's providers for a short name such as "cuda", in order of preference.
+
+    The CPU's provider comes last. Raises QsampleError unless ONNX Runtime knows the provider, or an
+    installed plugin `onnxruntime_ep_<name>` has it.
+    """
     known = {short_name(provider): provider for provider in ort.get_all_providers()}
     provider = known.get(name) or next(iter(_plugin_providers(_PLUGIN_PREFIX + name)), None)
     if provider is None:
+        choices = sorted(repr(short_name(provider)) for provider in PROVIDERS)
         raise QsampleError(
-            f"no provider {name!r}; choose {' or '.join(sorted(repr(short_name(one)) for one in PROVIDERS))}, or give "
+            f"no provider {name!r}; choose {' or '.join(choices)}, or give "
             f"a list of ONNX Runtime's names: {', '.join(available_providers())}"
         )
     return tuple(dict.fromkeys((provider, *_known(provider).fallbacks, CPU)))
@@ -95,20 +104,23 @@ def execution_providers(name: str) -> tuple[str, ...]:
 def device_of(providers: Sequence[str]) -> str:
     """The device of the buffers of a session on `providers`: "cuda", "webgpu" or "cpu"."""
     devices = [_known(provider).memory for provider in providers]
-    return next((device for device in ("cuda", "webgpu") if device in devices), "cpu")
+    for device in ("cuda", "webgpu"):
+        if device in devices:
+            return device
+    return "cpu"
 
 
 def available_providers() -> list[str]:
-    """The providers of this installation: ONNX Runtime's providers and the providers of installed
-    plugins."""
-    own: list[str] = ort.get_available_providers()
-    return own + [name for name in ort.get_all_providers() if name not in own and is_plugin(name)]
+    """The providers of this installation: those of ONNX Runtime and of installed plugins."""
+    built_in: list[str] = ort.get_available_providers()
+    others = [name for name in ort.get_all_providers() if name not in built_in]
+    return built_in + [name for name in others if is_plugin(name)]
 
 
 def check_available(providers: Sequence[str]) -> None:
     """Raise QsampleError, with advice on installation, unless this installation has all of them."""
-    own = ort.get_available_providers()
-    absent = [name for name in providers if name not in own and not is_plugin(name)]
+    built_in = ort.get_available_providers()
+    absent = [name for name in providers if name not in built_in and not is_plugin(name)]
     if absent or not providers:
         advice = f". {_install_advice(absent[0])}" if absent else ""
         raise QsampleError(
@@ -119,11 +131,11 @@ def check_available(providers: Sequence[str]) -> None:
 
 def is_version(least: str) -> bool:
     """Whether the installed ONNX Runtime is `least`, such as "1.32", or newer."""
-    given, needed = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]]
-        for text in (ort.__version__, least)
-    )
-    return given >= needed
+    return _major_and_minor(ort.__version__) >= _major_and_minor(least)
+
+
+def _major_and_minor(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def check_version(least: str) -> None:
@@ -136,9 +148,11 @@ def check_version(least: str) -> None:
 
 
 def is_plugin(provider: str) -> bool:
-    """Whether an installed plugin brings the provider, by the name that ONNX Runtime's guide gives
-    such packages
-    (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html)."""
+    """Whether an installed plugin has the provider.
+
+    ONNX Runtime's guide says how the module of a plugin is named
+    (https://onnxruntime.ai/docs/execution-providers/plugin-ep-libraries/packaging.html).
+    """
     return provider in _plugin_providers(_plugin_module(provider))
 
 
@@ -148,7 +162,7 @@ def _known(provider: str) -> Provider:
 
 def short_name(provider: str) -> str:
     """ONNX Runtime's name without `ExecutionProvider`, in lower case."""
-    return provider.removesuffix(_SUFFIX).lower()
+    return provider.removesuffix(_PROVIDER_SUFFIX).lower()
 
 
 def _plugin_module(provider: str) -> str:
@@ -156,8 +170,8 @@ def _plugin_module(provider: str) -> str:
 
 
 def _plugin_providers(module: str) -> list[str]:
-    """The providers of a plugin; none if it is not installed. `onnxruntime_ep_cuda` does not have
-    CUDA's own."""
+    """The providers of a plugin's module; none if it is not installed. `onnxruntime_ep_cuda` does
+    not have the provider that is part of ONNX Runtime."""
     if not module.isidentifier() or find_spec(module) is None:
         return []
     names: list[str] = import_module(module).get_ep_names()
@@ -172,11 +186,17 @@ def _install_advice(provider: str) -> str:
 
 
 def check_manifest_options(package: Package, provider: object, chosen: Mapping[str, str]) -> None:
-    """Raise PackageError if the manifest of a device package names a provider or an option that a
-    package may not: a manifest may come from anybody, and some options of a provider load libraries
-    or write files. The package's compile target (entry point group `qsample.targets`), if
-    installed, may have every option that it writes. The caller's `provider`, by short name or in a
-    list, and options `chosen`, used in place of the manifest's, are allowed."""
+    """Raise PackageError if the manifest of a device package names a forbidden provider or option.
+
+    A manifest may come from a stranger, and some options of providers load libraries or write
+    files. The options that the package's compile target writes are allowed if the target is
+    installed (entry point group `qsample.targets`).
+
+    Args:
+        package: The package.
+        provider: The caller's provider, as a short name or a list; it is allowed.
+        chosen: The caller's options, which replace the manifest's and are allowed.
+    """
     compilation = package.manifest.compilation
     if compilation is None:
         return
@@ -194,10 +214,12 @@ def check_manifest_options(package: Package, provider: object, chosen: Mapping[s
         if name not in chosen and not (name in patterns and re.fullmatch(patterns[name], value))
     ]
     if unknown or refused:
-        providers, options = _of_installed_target(compilation.provider)
-        unknown = [name for name in unknown if name not in providers]
+        written = _written_by_target(compilation.provider)
+        unknown = [name for name in unknown if name not in written.providers]
         refused = [
-            name for name in refused if options.get(name) != compilation.provider_options[name]
+            name
+            for name in refused
+            if written.options.get(name) != compilation.provider_options[name]
         ]
     if unknown:
         raise PackageError(
@@ -308,7 +330,12 @@ def _wanted_providers(package: Package, provider: str | Sequence[str] | None) ->
 
 def _named_by(provider: Any, target: str) -> tuple[str, ...]:
     """The execution providers that the caller names; none for the name of a target that ONNX
-    Runtime does not know."""
+    Runtime does not know.
+
+    Args:
+        provider: The caller's provider, as a short name or a list; None for the default.
+        target: The name of the package's target.
+    """
     if provider is None:
         return ()
     if not isinstance(provider, str):
@@ -321,17 +348,24 @@ def _named_by(provider: Any, target: str) -> tuple[str, ...]:
         return ()
 
 
-def _of_installed_target(name: str) -> tuple[tuple[str, ...], Mapping[str, str]]:
-    """The providers and options that an installed target writes; nothing if it cannot be imported
-    here."""
+@dataclass(frozen=True, slots=True)
+class _TargetProviders:
+    """The providers and options that a compile target writes to manifests."""
+
+    providers: tuple[str, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def _written_by_target(name: str) -> _TargetProviders:
+    """The providers and options of an installed target; nothing if it cannot be imported here."""
     if name not in extension_names(TARGETS):
-        return (), {}
+        return _TargetProviders()
     try:
         target = load_extension(TARGETS, name)
     except ImportError:
         # The target needs a library that running packages does not need.
-        return (), {}
-    return tuple(target.execution_providers), dict(target.provider_options)
+        return _TargetProviders()
+    return _TargetProviders(tuple(target.execution_providers), dict(target.provider_options))
 
 
 def open_session(
@@ -341,20 +375,34 @@ def open_session(
     provider_options: Mapping[str, str] | None = None,
     **more: Any,
 ) -> ort.InferenceSession:
-    """A session of a model's file, or of the graph in bytes. `providers` come in order of
-    preference, the first with `provider_options`; `more` is for InferenceSession. Raises
-    QsampleError if the first provider does not load; ONNX Runtime would only warn, and run without
-    it."""
+    """Open a session.
+
+    Args:
+        model: The file of a model, or the model as bytes.
+        options: The options of the session.
+        providers: The execution providers in order of preference.
+        provider_options: The options of the first provider.
+        more: Further arguments of InferenceSession.
+
+    Raises:
+        QsampleError: The first provider does not load; ONNX Runtime would only warn, and run
+            without it.
+    """
     chosen = dict(provider_options or {})
     if CUDA in providers:
-        ort.preload_dlls()  # the CUDA libraries of pip packages
+        # This loads the CUDA libraries of pip packages.
+        ort.preload_dlls()
     if is_plugin(providers[0]):
         add_plugin(options, providers[0], chosen)
         session = ort.InferenceSession(model, options, **more)
     else:
-        each = [chosen, *({} for _ in providers[1:])]
+        options_of_others: list[dict[str, str]] = [{} for _ in providers[1:]]
         session = ort.InferenceSession(
-            model, options, providers=list(providers), provider_options=each, **more
+            model,
+            options,
+            providers=list(providers),
+            provider_options=[chosen, *options_of_others],
+            **more,
         )
     if providers[0] not in session.get_providers():
         raise QsampleError(
@@ -367,14 +415,24 @@ def open_session(
 def compile_context(
     source: Path, destination: Path, providers: Sequence[str], provider_options: Mapping[str, str]
 ) -> None:
-    """Let the first of `providers` compile ahead of time: write `destination`, in which EPContext
-    nodes replace the nodes that it runs, and next to it their content and the remaining weights
-    (https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html)."""
+    """Let an execution provider compile a graph ahead of time.
+
+    In the compiled graph, EPContext nodes replace the nodes that the provider runs. Their content
+    and the remaining weights lie in files next to it
+    (https://onnxruntime.ai/docs/execution-providers/EP-Context-Design.html).
+
+    Args:
+        source: The file of the graph.
+        destination: The file of the compiled graph.
+        providers: The execution providers in order of preference; the first compiles.
+        provider_options: The options of the first provider.
+    """
     options = session_options()
     if is_plugin(providers[0]):
         add_plugin(options, providers[0], provider_options)
     else:
-        for index, provider in enumerate(providers[:-1]):  # the last, the CPU's, is always there
+        # The last provider, the CPU's, is always there.
+        for index, provider in enumerate(providers[:-1]):
             options.add_provider(provider, dict(provider_options) if index == 0 else {})
     compiler = ort.ModelCompiler(
         options,
@@ -389,10 +447,18 @@ def compile_context(
 def add_plugin(
     options: ort.SessionOptions, provider: str, provider_options: Mapping[str, str]
 ) -> None:
-    """Put a plugin's provider into `options`, on all its devices of this machine; QsampleError if
-    it has none. For OpenVINO, `provider_options` are `DEVICE`, "CPU" if it is absent, and
-    properties of that device
-    (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html)."""
+    """Add a plugin's provider to the options of a session, on all its devices of this machine.
+
+    Args:
+        options: The options of the session.
+        provider: The provider.
+        provider_options: Its options. For OpenVINO, these are `DEVICE_OPTION`, by default "CPU",
+            and properties of that device
+            (https://docs.openvino.ai/2026/openvino-workflow/running-inference/inference-devices-and-modes/cpu-device.html).
+
+    Raises:
+        QsampleError: The provider finds no device.
+    """
     if provider == OPENVINO:
         _add_openvino(options, provider_options)
         return
@@ -403,15 +469,17 @@ def add_plugin(
         )
     given = dict(provider_options)
     if provider == WEBGPU:
-        devices = devices[:1]  # it chooses its GPU by itself
-        if ON_HOST in given:  # in lines; manifests hold no control characters
-            given[ON_HOST] = given[ON_HOST].replace(" ", "\n")
+        # WebGPU chooses its GPU itself.
+        devices = devices[:1]
+        if HOST_NODES_OPTION in given:
+            # WebGPU expects lines, and manifests must not hold control characters.
+            given[HOST_NODES_OPTION] = given[HOST_NODES_OPTION].replace(" ", "\n")
     options.add_provider_for_devices(devices, given)
 
 
 def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, str]) -> None:
     properties = dict(provider_options)
-    wanted = properties.pop(DEVICE, "CPU")
+    wanted = properties.pop(DEVICE_OPTION, "CPU")
     devices = {device.ep_metadata.get("ov_device"): device for device in plugin_devices(OPENVINO)}
     if wanted not in devices:
         raise QsampleError(
@@ -425,8 +493,11 @@ def _add_openvino(options: ort.SessionOptions, provider_options: Mapping[str, st
 
 
 def plugin_devices(provider: str) -> list[Any]:
-    """The devices that a plugin's provider has here, as ONNX Runtime's OrtEpDevice. Registers the
-    plugin first."""
+    """Register a plugin if necessary.
+
+    Returns:
+        The devices that its provider has here, as ONNX Runtime's OrtEpDevice.
+    """
     if not any(device.ep_name == provider for device in ort.get_ep_devices()):
         library = import_module(_plugin_module(provider)).get_library_path()
         ort.register_execution_provider_library(provider, library)

@@ -39,8 +39,8 @@ from qsample.ort.bound_graph import BoundGraph, DeviceThread, Replays
 from qsample.ort.buffers import DEVICES_WITHOUT_ADDRESSES, Buffer
 from qsample.ort.linux_memory import give_back_after, in_huge_pages, release_pages
 from qsample.ort.options import (
-    FOLDER_OF_WEIGHTS,
     NO_SPINNING,
+    WEIGHTS_FOLDER_KEY,
     PartThreads,
     SessionOptions,
     session_options,
@@ -221,7 +221,7 @@ class _GraphOpener:
         try:
             graph: Path | bytes = path
             if adds_logits:
-                native.add_session_config_entry(FOLDER_OF_WEIGHTS, str(path.parent))
+                native.add_session_config_entry(WEIGHTS_FOLDER_KEY, str(path.parent))
                 graph = path.read_bytes() + one_more_output(LOGITS.name, DTYPES[LOGITS.dtype].onnx)
             return open_session(graph, native, self.providers, self._provider_options(file))
         except QsampleError:

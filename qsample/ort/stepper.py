@@ -27,9 +27,16 @@ from qsample.ort.session import Sessions, with_logits
 
 
 class Stepper:
-    """Rows of a package on its device; each run reads a token of every row. `write` what `specs` has (inputs, and
-    states but the cache), `run`, and `read` `outputs` (names, without states) or states. Parameters that were not
-    written are off, everything else is zeros: so every row runs, and none emits."""
+    """Rows of a package on its device. Each run reads a token of every row.
+
+    `write` replaces inputs and states, `run` runs the graph, and `read` returns outputs or states.
+    Parameters that were not written are off, and everything else is zeros, so every row runs and
+    none emits a token.
+
+    Attributes:
+        specs: The inputs, and the states without the cache.
+        outputs: The names of the outputs, without states.
+    """
 
     def __init__(
         self,
@@ -40,10 +47,20 @@ class Stepper:
         captured: bool = False,
         logits: bool = False,
     ) -> None:
-        """Allocate the memory of at least one row, with capacity T. With `captured`, runs are captured and replayed if
-        the package is made for that. A capture runs the graph several times over the same inputs, so a cache that may
-        not be written twice is not updated in place. `logits`: `sessions` were opened with them among the outputs."""
-        interface, self._sessions = sessions.interface, sessions
+        """Allocate the memory.
+
+        A capture runs the graph several times over the same inputs, so a cache that may not be
+        written twice is not updated in place.
+
+        Args:
+            sessions: The sessions of the package.
+            rows: The number of rows, at least 1.
+            capacity: T.
+            captured: Whether runs are captured and replayed, if the package is made for that.
+            logits: Whether `sessions` were opened with the logits among the outputs.
+        """
+        interface = sessions.interface
+        self._sessions = sessions
         spec = with_logits(interface.decoder) if logits else interface.decoder
         self._sizes = {
             **interface.sizes,
@@ -60,35 +77,40 @@ class Stepper:
         self._buffers = {
             one.name: self._allocate(one) for one in (*spec.inputs, *spec.states, *spec.outputs)
         }
-        self._apart: list[str] = []  # states whose next value is in separate memory
+        # The next values of these states are in separate memory.
+        self._separate_states: list[str] = []
         for state in spec.states:
-            if not state.read_only:
-                in_place = state in interface.cache_states and (
-                    CAPACITY in state.axes or not captured
-                )
-                name = retained_name(state.name)
-                self._buffers[name] = (
-                    self._buffers[state.name] if in_place else self._allocate(state)
-                )
-                self._apart += [] if in_place else [state.name]
+            if state.read_only:
+                continue
+            name = retained_name(state.name)
+            is_cache = state in interface.cache_states
+            if is_cache and (CAPACITY in state.axes or not captured):
+                self._buffers[name] = self._buffers[state.name]
+            else:
+                self._buffers[name] = self._allocate(state)
+                self._separate_states.append(state.name)
         self.reset()
         self._bind = sessions.binder(spec)
         self._step = self._bind(self._buffers, captured=captured)
         piece = {**self._sizes, BATCH: 1, SEQUENCE: min(sessions.prompts.piece_size, capacity)}
         self._piece = Buffer.allocate(INPUT_IDS, piece, sessions.input_device)
-        self._off = {
+        # The inputs of images, for text.
+        self._image_inputs_off = {
             one: _off(one, piece, sessions.input_device) for one in interface.image_inputs
-        }  # of text
-        self._readers: dict[int, BoundGraph | BoundParts] = {}  # by row
+        }
+        # The graphs that read pieces, by row.
+        self._readers: dict[int, BoundGraph | BoundParts] = {}
 
     def reset(self) -> None:
-        """Begin again: parameters off, the rest zeros; the cache need not be cleared."""
+        """Begin again: parameters are off, everything else is zeros. The cache need not be
+        cleared."""
         for spec in self.specs:
             self.write(spec.name, spec.off or 0)
         self.write(INPUT_LENGTHS.name, 1)
 
     def write(self, name: str, values: Any) -> None:
-        """Replace an input or a state of every row by values of its shape, or that broadcast to it."""
+        """Replace an input or a state of every row. values: Values of its shape, or that broadcast
+        to it."""
         buffer = self._buffers[name]
         spec = next(one for one in self.specs if one.name == name)
         buffer.write(np.broadcast_to(rounded(values, spec.dtype), buffer.shape))
@@ -99,7 +121,7 @@ class Stepper:
 
     def advance(self) -> None:
         """Make the states that the last run wrote the current states."""
-        for name in self._apart:
+        for name in self._separate_states:
             copy_on_device(self._buffers[retained_name(name)], self._buffers[name])
 
     def read(self, name: str) -> Array:
@@ -107,7 +129,8 @@ class Stepper:
         return self._buffers[name].read()
 
     def fill(self, row: int, ids: Array) -> None:
-        """Fill a row's cache with the tokens `ids`, [n] int64, from position 0 on. Not for captured runs."""
+        """Fill a row's cache with tokens from position 0 on; not for captured runs. ids: [n]
+        int64."""
         size = self._piece.shape[1]
         lengths = np.zeros(self._sizes[BATCH], np.int32)
         for start in range(0, len(ids), size):
@@ -124,20 +147,19 @@ class Stepper:
             INPUT_IDS.name: ids,
             INPUT_LENGTHS.name: Buffer.of(np.array([tokens], np.int32), ids.device),
         }
-        for spec, off in self._off.items():
-            inputs[spec.name] = (
-                off.reshaped(1, tokens, *off.shape[2:]) if SEQUENCE in spec.axes else off
-            )
+        for spec, off in self._image_inputs_off.items():
+            has_tokens = SEQUENCE in spec.axes
+            inputs[spec.name] = off.reshaped(1, tokens, *off.shape[2:]) if has_tokens else off
         if row not in self._readers:
-            shared = {
-                spec.name for spec in self.specs if BATCH not in spec.axes
-            }  # the matrices of adapters
+            # The matrices of adapters are for all rows.
+            shared = {spec.name for spec in self.specs if BATCH not in spec.axes}
             buffers = {
                 name: buffer if name in shared else buffer.rows(row)
                 for name, buffer in self._buffers.items()
                 if name not in inputs
             }
-            # Row 0, needlessly: on the CPU, ONNX Runtime before 1.32 gets an empty list wrong.
+            # No row has to be searched, but ONNX Runtime before 1.32 gets an empty list wrong on
+            # the CPU.
             searched = Buffer.of(np.zeros(1, np.int64), ids.device)
             self._readers[row] = self._bind(
                 buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False
@@ -152,6 +174,7 @@ class Stepper:
 
 
 def _off(spec: TensorSpec, sizes: dict[str, int], device: str) -> Buffer:
+    """An input with the value that switches it off."""
     buffer = Buffer.allocate(spec, sizes, device)
     buffer.write(np.full(buffer.shape, rounded(spec.off, spec.dtype)))
     return buffer

@@ -1,4 +1,5 @@
-"""How far a package is from its float model: the figures that compile measures and a manifest keeps, in words."""
+"""The divergence of a package from its float model: the figures that `compile` measures and writes
+to the manifest."""
 
 from __future__ import annotations
 
@@ -9,31 +10,33 @@ from typing import Any, Final
 from qsample.package.package import Package
 from qsample.package.statistics import Estimate
 
+# In nats for each token. From this divergence on, answers may differ in meaning from the float
+# model's; see docs/quantization.md.
 FAR: Final = 0.3
-"""Nats a token from which on answers may say other things than the float model's: see docs/quantization.md."""
 
 CHATS: Final = "chats"
 DOCUMENTS: Final = "documents"
 RANDOM_STARTS: Final = "random starts"
+# The descriptions of the kinds of texts.
 TEXTS: Final[Mapping[str, str]] = {
     CHATS: "chats that the float model wrote",
     DOCUMENTS: "documents that the float model wrote",
     RANDOM_STARTS: "texts that the float model wrote after random tokens",
 }
-"""The kind of a text → its words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Figures of a package and its float model, plain means over the tokens of a text, with 95 % intervals. They are
-    defined as those of `evaluate.Comparison`.
+    """The figures of a package and its float model: means over the tokens of a text, with 95 %
+    intervals. `Comparison` of the add-on `evaluate` has the same definitions.
 
     Attributes:
-        text: one of TEXTS.
-        tokens: the scored tokens.
-        kl: Kullback-Leibler divergence of the package's distribution from the float model's, nats a token.
-        agreement: share of tokens, in [0, 1], with the same likeliest next token (top-1).
-        perplexity_ratio: the package's perplexity over the float model's.
+        text: The kind of the text, a key of TEXTS.
+        tokens: The number of scored tokens.
+        kl: The Kullback-Leibler divergence of the package's distribution from the float model's, in
+            nats for each token.
+        agreement: The share of tokens, in [0, 1], with the same likeliest next token (top-1).
+        perplexity_ratio: The package's perplexity divided by the float model's.
     """
 
     text: str
@@ -44,26 +47,31 @@ class Divergence:
 
     @classmethod
     def of(cls, package: Package) -> Divergence | None:
-        """Of the manifest. None if nothing was quantized, or if an older version measured it in other figures."""
+        """The figures in the manifest. None if nothing is quantized, or if an older version
+        measured other figures."""
         compilation = package.manifest.compilation
-        quantization = (compilation.quantization if compilation is not None else None) or {}
-        figures = quantization.get("divergence")
+        if compilation is None or compilation.quantization is None:
+            return None
         try:
-            return cls.from_json(figures)
+            return cls.from_json(compilation.quantization.get("divergence"))
         except (LookupError, TypeError):
             return None
 
     @classmethod
     def from_json(cls, figures: Any) -> Divergence:
-        """Of what `dataclasses.asdict` made. Raises KeyError or TypeError for anything else."""
-        kl, agreement, ratio = (
-            Estimate(**figures[name]) for name in ("kl", "agreement", "perplexity_ratio")
+        """The figures in the result of `dataclasses.asdict`. Raises KeyError or TypeError for
+        anything else."""
+        return cls(
+            text=figures["text"],
+            tokens=figures["tokens"],
+            kl=Estimate(**figures["kl"]),
+            agreement=Estimate(**figures["agreement"]),
+            perplexity_ratio=Estimate(**figures["perplexity_ratio"]),
         )
-        return cls(figures["text"], figures["tokens"], kl, agreement, ratio)
 
     @property
     def far(self) -> bool:
-        """Whether the package is so far off that its user should know; NaN is."""
+        """Whether the user should know of the divergence; a divergence of NaN counts as well."""
         return not self.kl.value <= FAR
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The metadata of a package: `Manifest`, typed and checked, and its text in `qsample.json`."""
+"""The metadata of a package: `Manifest`, which is checked when it is read from `qsample.json`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ _CONTROL_CHARACTER: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Special tokens: `pad` is the content of `next_ids` for a row that emitted nothing, `bos` is
-    the first token of a text, and the ids `eos` end a row by default."""
+    """Special tokens.
+
+    Attributes:
+        pad: The content of `next_ids` for a row that emitted nothing.
+        bos: The first token of a text; None if texts have none.
+        eos: The tokens that end a row by default.
+    """
 
     pad: int
     bos: int | None
@@ -41,12 +46,14 @@ class Source:
     """The model that was exported.
 
     Attributes:
-        model_id: its hub id; of a folder the last name, because a package is the same wherever its
-            model lay.
-        revision: the commit of the hub.
-        files: name → sha256 of the files that were read, in hexadecimal; an adapter's begin with
-            "adapter/".
-        license: as the model's README.md states it, in the hub's words.
+        model_id: The hub id of the model, or the last name of its folder: the place of the folder
+            does not change the package.
+        revision: The commit of the hub; None for a folder.
+        model_type: The model type of the configuration.
+        architecture: The class of the model in transformers.
+        files: The sha256, in hexadecimal, of each file that was read, by name; names of an
+            adapter's files begin with "adapter/".
+        license: The license, as the metadata of the model's README.md states it.
     """
 
     model_id: str
@@ -59,8 +66,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class GraphPart:
-    """A part of the decode graph, for a device. layers: the first, and the one after its last.
-    weight_bytes: of all its weights, which lie in the files of the whole graph's."""
+    """A part of the decode graph, for one device.
+
+    Attributes:
+        file: The name of its file.
+        layers: The number of its first layer, and the number after its last.
+        weight_bytes: The size of its weights, which lie in the weight files of the whole graph.
+    """
 
     file: str
     layers: tuple[int, ...]
@@ -72,20 +84,22 @@ class Compilation:
     """The device and the limits of a device package.
 
     Attributes:
-        provider: the target's name.
-        execution_providers: of ONNX Runtime, in order.
-        batch_size: most rows in a call (None: any number).
-        ctx_len: capacity T.
-        placement: execution provider → operator → number of nodes.
-        self_test: figures of the run that compared it with the portable graph.
-        provider_options: of the first execution provider.
-        quantization: of weights and cache, if any, with the bytes of the weights before and after,
-            the number of matrices that came quantized, and the measured divergence.
-        least_onnxruntime: the oldest version of ONNX Runtime that runs it; by default as
-            docs/contract.md says.
-        parts: of the decode graph in order, each for a device; none if it is for one device.
-        options: of compile, except those with their default; a calibration text is its sha256.
-        versions: as in `Manifest`, of the compilation.
+        provider: The name of the target.
+        execution_providers: ONNX Runtime's execution providers, in order.
+        batch_size: The largest number of rows in a call; None for any number.
+        ctx_len: The capacity T.
+        placement: The number of nodes by execution provider and operator.
+        self_test: The results of the comparison with the portable graph.
+        provider_options: The options of the first execution provider.
+        quantization: The dtypes of weights and cache, the size of the weights in bytes before and
+            after, the number of quantized matrices, and the measured divergence; None if nothing is
+            quantized.
+        least_onnxruntime: The oldest version of ONNX Runtime that runs it; None for the version in
+            docs/contract.md.
+        parts: The parts of the decode graph in order, each for a device; none if it is whole.
+        options: The options of compile that differ from their defaults; a calibration text is given
+            by its sha256.
+        versions: The versions of the distributions that compiled the package.
     """
 
     provider: str
@@ -104,7 +118,12 @@ class Compilation:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """sha256: hexadecimal. bytes: the size."""
+    """A file of a package.
+
+    Attributes:
+        sha256: Its sha256, in hexadecimal.
+        bytes: Its size.
+    """
 
     sha256: str
     bytes: int = field(metadata=stored(limit=_INTEGER_LIMIT))
@@ -115,16 +134,22 @@ class Manifest:
     """The content of `qsample.json`.
 
     Attributes:
-        versions: distribution → its version that made the portable package.
-        max_position_embeddings: longest context that the model knows (None: unlimited).
-        parity: figures of the export's comparison with the original model.
-        compilation: device packages only.
-        files: name → entry; filled in by the writer.
-        images: how an image becomes pixels, and text with images token ids; see `qsample.images`.
-            None: text only.
-        packed_weights: of a checkpoint that was quantized already: matrices quantized, their bits,
-            block sizes, bytes; of a GGUF file also the type of most weights, in llama.cpp's words,
-            such as Q4_1.
+        kind: The kind of the package.
+        contract_version: The version of the decode contract that the graphs follow.
+        interface: The dimensions and features of the graphs.
+        source: The model that was exported.
+        versions: The versions of the distributions that made the portable package.
+        token_ids: The special tokens.
+        max_position_embeddings: The longest context that the model knows; None if it is unlimited.
+        parity: The results of the export's comparison with the original model.
+        compilation: The device and the limits of a device package; None for a portable package.
+        files: The files of the package by name; the writer fills them in.
+        format_version: The version of the format of this file.
+        packed_weights: For a checkpoint that was already quantized, the number of quantized
+            matrices, their bits, block sizes and bytes, and for a GGUF file the type of most
+            weights by llama.cpp's name, such as Q4_1; None for other checkpoints.
+        images: How an image becomes pixels, and a text with images token ids, see `qsample.images`;
+            None for packages that read only text.
 
     The same model, versions and options make the same manifest: it has no dates and no times, and
     the errors that gates measured, which depend on the number of threads, are rounded up to powers
@@ -188,8 +213,12 @@ class Manifest:
 
 
 def model_package(packages: Mapping[str, Manifest]) -> dict[str, Any]:
-    """The content of `manifest.json`, with which ONNX Runtime opens packages as the variants of a
-    model package, from the manifests by folder, relative to the folder of `manifest.json`."""
+    """The content of `manifest.json`, which lets ONNX Runtime open packages as the variants of a
+    model package.
+
+    Args:
+        packages: The manifests by folder, relative to the folder of `manifest.json`.
+    """
     components: dict[str, Any] = {}
     for folder, manifest in packages.items():
         compilation = manifest.compilation
@@ -293,7 +322,7 @@ def _shell_word(data: Mapping[str, Any], name: str, key: str) -> str | None:
 
 
 def _check_figures(manifest: Manifest) -> None:
-    """Raise PackageError for figures that do not fit each other."""
+    """Raise PackageError for values that contradict each other."""
     interface, compilation = manifest.interface, manifest.compilation
     if compilation is not None and not compilation.execution_providers:
         raise PackageError(
@@ -312,12 +341,15 @@ def _check_figures(manifest: Manifest) -> None:
 
 
 def _check_names(files: Mapping[str, FileEntry]) -> None:
+    """Raise PackageError for names that do not mean one file of the package on every system."""
     for name in files:
-        if problem := problem_of_name(name):
+        problem = problem_of_name(name)
+        if problem is not None:
             raise PackageError(
                 f"{MANIFEST_NAME} lists {name!r:.120}, {problem}; do not use this package"
             )
-    if pair := colliding_name([*files, MANIFEST_NAME]):
+    pair = colliding_name([*files, MANIFEST_NAME])
+    if pair is not None:
         raise PackageError(
             f"{MANIFEST_NAME} lists {pair[0]!r:.120} and {pair[1]!r:.120}, which are one file on some systems; do not "
             "use this package"

@@ -1,5 +1,8 @@
-"""Packages on the disk: written atomically, read back verified. A package is a folder with `qsample.json`, the
-manifest: it lists every other file with its size and sha256."""
+"""Packages on the disk: written atomically, verified when they are read.
+
+A package is a folder with `qsample.json`, the manifest, which lists every other file with its size
+and sha256.
+"""
 
 from __future__ import annotations
 
@@ -57,31 +60,38 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LARGEST_MANIFEST: Final = 1 << 23  # bytes; a model of a hundred layers needs 50 kB
-_CRUMBS: Final = (
-    ".DS_Store",
-    "Thumbs.db",
-    "desktop.ini",
-)  # that a system's file browser leaves in any folder
-_DAMAGED: Final = (
-    ".json",
-    ".jinja",
-    ".onnx",
-    ".onnx.data",
-)  # files of a package whose manifest cannot be read
-_SLOW_FROM: Final = 100_000_000  # bytes of a portable package, whose user is told to compile it
+# The manifest of a model with a hundred layers has 50 kB.
+MAX_MANIFEST_BYTES: Final = 1 << 23
+# File browsers leave these in any folder.
+_FILE_BROWSER_NAMES: Final = (".DS_Store", "Thumbs.db", "desktop.ini")
+# The files of a package whose manifest cannot be read are recognised by these.
+_PACKAGE_SUFFIXES: Final = (".json", ".jinja", ".onnx", ".onnx.data")
+# The user of a larger portable package is advised to compile it.
+_MIN_BYTES_FOR_ADVICE: Final = 100_000_000
 _OTHER_MODELS: Final = "in Python, AutoModelForCausalLM.from_pretrained opens other models"
-_READINGS: Final = 50  # of a package that is replaced while it is read; on a busy machine 10 of them may fail in a row
+# The largest number of attempts to read a package that is replaced meanwhile. On a busy machine,
+# ten may fail in a row.
+_MAX_READINGS: Final = 50
+
+# The versions of the manifest's file and of further files.
+_Identity = tuple[Version | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package on disk, at the absolute `path`. identity: of the manifest's file when it was read, if known, and of a
-    package with a trusted signature, of all files. signer: of that signature."""
+    """A package on the disk.
+
+    Attributes:
+        path: The absolute path of its folder.
+        manifest: Its metadata.
+        identity: The version of the manifest's file when it was read, and for a package with a
+            trusted signature the versions of all files; None if unknown.
+        signer: The trusted signer; None if no signature was checked.
+    """
 
     path: Path
     manifest: Manifest
-    identity: tuple[Version | None, ...] | None = field(default=None, compare=False, repr=False)
+    identity: _Identity | None = field(default=None, compare=False, repr=False)
     signer: Signer | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -89,8 +99,9 @@ class Package:
 
     @property
     def summary(self) -> str:
-        """The package in a line."""
-        manifest, compilation = self.manifest, self.manifest.compilation
+        """A description of the package in one line."""
+        manifest = self.manifest
+        compilation = manifest.compilation
         device = f" for {compilation.provider}, {compilation.ctx_len} tokens" if compilation else ""
         return f"{self.path}, {manifest.kind} package of {manifest.source.model_id}{device}, {manifest.interface.dtype}"
 
@@ -100,17 +111,19 @@ class Package:
         return self.manifest.interface
 
     def has(self, name: str) -> bool:
-        """Whether the package holds a file of this name. Files that the manifest does not list are not part of it."""
+        """Whether the package has a file of this name. Files that the manifest does not list are
+        not part of it."""
         return name in self.manifest.files
 
     def file(self, name: str) -> Path:
-        """The path of a file of the package; PackageError if it has no file of that name."""
+        """The path of a file of the package. Raises PackageError if it has no such file."""
         if not self.has(name):
             raise PackageError(f"{self.path} has no file {name}")
         return self.path / name
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in the file `name`; {} if the package has no such file; PackageError if it is no object."""
+        """The JSON object in a file of the package; {} if it has no such file. Raises PackageError
+        for anything else."""
         if not self.has(name):
             return {}
         try:
@@ -124,7 +137,8 @@ class Package:
         return data
 
     def check_graph(self, name: str) -> None:
-        """Raise PackageError if the file `name` is not ONNX, or refers to a file that the manifest does not list."""
+        """Raise PackageError if a file is not ONNX, or refers to a file that the manifest does not
+        list."""
         try:
             check_references(self.path, name, self.manifest.files)
         except (OSError, ValueError) as error:
@@ -133,65 +147,85 @@ class Package:
             ) from error
 
     def check_not_replaced(self) -> None:
-        """Raise PackageError if `path` has become another package since this one was read."""
+        """Raise PackageError if the package at `path` was replaced since it was read."""
         if self.is_replaced():
             raise PackageError(f"{self.path} was replaced while it was in use; open it again")
 
     def is_replaced(self) -> bool:
-        """Whether `path` has become another package since this one was read."""
-        return self.identity not in (
-            None,
-            _identity(self.path, () if self.signer is None else self.manifest.files),
-        )
+        """Whether the package at `path` was replaced since it was read."""
+        if self.identity is None:
+            return False
+        files = () if self.signer is None else self.manifest.files
+        return self.identity != _identity(self.path, files)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unpublished(Package):
-    """A package in a scratch folder, for further work: its graphs may refer to files elsewhere, `sources`."""
+    """A package in a scratch folder, for further work.
+
+    Attributes:
+        sources: The files elsewhere that its graphs may refer to.
+    """
 
     sources: SourceFiles = field(default_factory=SourceFiles, compare=False, repr=False)
 
     def check_graph(self, name: str) -> None:
-        """Nothing: this process wrote the graph itself."""
+        """Do nothing: this process wrote the graph."""
 
     def check_not_replaced(self) -> None:
-        """Raise QsampleError if `sources` changed."""
+        """Raise QsampleError if a file in `sources` changed."""
         self.sources.check()
 
 
 class PackageWriter:
-    """The argument of `write_package`'s body: write files below `directory`, then call `finish` once. `target` is the
-    place of the package."""
+    """Writes a package, in the body of `write_package`: write files below `directory`, then call
+    `finish` once.
+
+    Attributes:
+        directory: The scratch folder.
+        target: The path of the package.
+        manifest: The metadata; None before `finish`.
+    """
 
     def __init__(self, directory: Path, target: Path) -> None:
         self.directory = directory
         self.target = target
         self.manifest: Manifest | None = None
-        self._known: dict[Path, tuple[Version | None, str]] = {}
+        self._known_hashes: dict[Path, tuple[Version | None, str]] = {}
 
     def put_aside(self) -> Path | None:
-        """Publish to a free name next to the unchanged target, and return it; None if the target is temporary."""
+        """Publish to a free name next to the target, which stays unchanged.
+
+        Returns:
+            The new target; None if the target is temporary.
+        """
         if outside_scratch(self.target) != self.target:
             return None
-        names = (f"{self.target.name}.rejected{number or ''}" for number in itertools.count())
-        self.target = next(
-            path for name in names if not os.path.lexists(path := self.target.with_name(name))
-        )
+        for number in itertools.count():
+            path = self.target.with_name(f"{self.target.name}.rejected{number or ''}")
+            if not os.path.lexists(path):
+                self.target = path
+                break
         return self.target
 
     def hashed(self, name: str, sha256: str) -> None:
-        """Note the sha256, in hexadecimal, of a file of the package that was just written: it is not read again unless
-        it changes before the body ends."""
+        """Note the hash of a file that was just written, which is not read again unless it changes.
+
+        Args:
+            name: The name of the file.
+            sha256: Its sha256, in hexadecimal.
+        """
         path = self.directory / name
-        self._known[path] = version_of(path), sha256
+        self._known_hashes[path] = version_of(path), sha256
 
     def sha256_of(self, path: Path) -> str:
-        """Of a file of the package, in hexadecimal."""
-        version, sha256 = self._known.get(path, (None, ""))
+        """The sha256 of a file of the package, in hexadecimal."""
+        version, sha256 = self._known_hashes.get(path, (None, ""))
         return sha256 if version is not None and version == version_of(path) else sha256_of(path)
 
     def finish(self, manifest: Manifest) -> None:
-        """Describe the package. `manifest.files` is ignored: files not yet `hashed` are hashed when the body ends."""
+        """Describe the package. `manifest.files` is ignored: other files than the `hashed` are
+        hashed when the body ends."""
         self.manifest = manifest
 
 
@@ -199,17 +233,24 @@ class PackageWriter:
 def write_package(
     path: str | Path, *, overwrite: bool = False, required_bytes: int = 0
 ) -> Iterator[PackageWriter]:
-    """Write a package to `path`: all of it or nothing.
+    """Write a package: all of it or nothing.
 
-    The body writes into a scratch folder next to `path` (`disk.scratch`). When it ends, the files are hashed and
-    flushed to the disk, and the folder is renamed into place; if it raises, KeyboardInterrupt included, the folder is
-    removed and `path` is as before. The remains of a killed process next to `path` are removed first.
+    The body writes to a scratch folder next to `path` (`disk.scratch`). When it ends, the files are
+    hashed and flushed to the disk, and the folder is renamed. If it raises, KeyboardInterrupt
+    included, the folder is removed and `path` is unchanged. The remains of a killed process next to
+    `path` are removed first.
 
-    With `overwrite`, a package at `path` is replaced, but never a folder that is not a package or holds foreign files;
-    that is checked once more when the body has ended. If the file system can do it in one step (`disk.replace`
-    describes the rest), the old package or the new package is at `path` at any time, even after a crash.
+    A package is replaced in one step if the file system can do that (`disk.replace` describes other
+    file systems): the old or the new package is at `path` at any time, even after a crash.
 
-    Raises PackageError if `path` cannot be written, or the disk is full: `required_bytes`, an estimate, must be free.
+    Args:
+        path: The path of the package.
+        overwrite: Whether a package at `path` is replaced. A folder that is not a package or has
+            foreign files is never replaced; that is checked again when the body has ended.
+        required_bytes: An estimate of the space that must be free.
+
+    Raises:
+        PackageError: `path` cannot be written, or the disk is full.
 
     >>> with write_package("exported") as writer:
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
@@ -232,9 +273,17 @@ def write_package(
 def read_package(
     path: str | Path, verify: bool = True, *, trusted_keys: TrustedKeys | None = None
 ) -> Package:
-    """Open the package at `path`. `verify` compares every file's sha256, not only presence and sizes; so do
-    `trusted_keys`, of which one has to have signed the package. Raises PackageError, with the file's name, if the
-    package is not intact."""
+    """Open a package.
+
+    Args:
+        path: The path of the package.
+        verify: Whether the sha256 of every file is compared, not only presence and size.
+        trusted_keys: The keys of which one must have signed the package; None to take it unsigned.
+            They imply `verify`.
+
+    Raises:
+        PackageError: The package is not intact; the message names the file.
+    """
     return use_package(path, lambda package: package, verify=verify, trusted_keys=trusted_keys)
 
 
@@ -245,11 +294,24 @@ def use_package(
     verify: bool = True,
     trusted_keys: TrustedKeys | None = None,
 ) -> T:
-    """Open the package at `path` and return `use(package)`; `use` opens its files. If the package is replaced
-    meanwhile, all of it starts again, so that no manifest and no graph of the old package meets a file of the new
-    package; with `trusted_keys`, if any of its files is written to, too. Raises as `read_package` and `use` do."""
+    """Open a package and return `use(package)`, which opens its files.
+
+    If the package is replaced meanwhile, everything starts again, so that no manifest and no graph
+    of the old package meets a file of the new package. With `trusted_keys`, everything also starts
+    again if any file is written to.
+
+    Args:
+        path: The path of the package.
+        use: A function of the package.
+        verify: See `read_package`.
+        trusted_keys: See `read_package`.
+
+    Raises:
+        PackageError: The package is not intact, or is replaced over and over. `use` may raise other
+            errors.
+    """
     folder = Path(path).absolute()
-    for _ in range(_READINGS):
+    for _ in range(_MAX_READINGS):
         before = _identity(folder)
         package = None
         try:
@@ -266,37 +328,31 @@ def use_package(
     )
 
 
-def _identity(folder: Path, files: Iterable[str] = ()) -> tuple[Version | None, ...] | None:
-    """The version of the package in `folder` and of some of its files; None without a package."""
+def _identity(folder: Path, files: Iterable[str] = ()) -> _Identity | None:
+    """The version of the package in a folder and of some of its files; None without a package."""
     manifest = version_of(folder / MANIFEST_NAME)
-    return (
-        None
-        if manifest is None
-        else (manifest, *(version_of(folder / name, changed=True) for name in files))
-    )
+    if manifest is None:
+        return None
+    return (manifest, *(version_of(folder / name, changed=True) for name in files))
 
 
 def _read(
-    folder: Path,
-    identity: tuple[Version | None, ...] | None,
-    verify: bool,
-    trusted_keys: TrustedKeys | None,
+    folder: Path, identity: _Identity | None, verify: bool, trusted_keys: TrustedKeys | None
 ) -> Package:
+    """Read a package. identity: The version of the package."""
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
         raise PackageError(f"{folder} is {state}; give a package's folder ({_OTHER_MODELS})")
-    manifest, sha256 = _read_manifest(folder)
+    manifest, manifest_sha256 = _read_manifest(folder)
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
     signer = None
     if trusted_keys is not None:
         identity = _identity(folder, manifest.files)
-        known = {
-            MANIFEST_NAME: sha256,
-            **{name: entry.sha256 for name, entry in manifest.files.items()},
-        }
+        stated = {name: entry.sha256 for name, entry in manifest.files.items()}
+        stated[MANIFEST_NAME] = manifest_sha256
         hashes = {
-            name: known.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)
+            name: stated.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)
         }
         signer = check_signature(folder, hashes, trusted_keys)
     if verify or signer is not None:
@@ -306,17 +362,16 @@ def _read(
                     f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
                 )
     for name in manifest.interface.graphs:
-        with suppress(
-            OSError, ValueError
-        ):  # a file that is not ONNX at all is reported by its reader
+        # The reader of a graph reports a file that is not ONNX at all.
+        with suppress(OSError, ValueError):
             check_references(folder, name, manifest.files)
     return Package(folder, manifest, identity, signer)
 
 
 def _read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest, and its file's sha256 in hexadecimal."""
+    """The manifest, and the sha256 of its file in hexadecimal."""
     try:
-        text = read_text(folder / MANIFEST_NAME, LARGEST_MANIFEST)
+        text = read_text(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         raise PackageError(
             f"{folder} is not a qsample package: it has no {MANIFEST_NAME}; give a folder that export or compile wrote "
@@ -331,8 +386,10 @@ def _read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def copy_package(package: Package, path: str | Path, *, overwrite: bool = False) -> Package:
-    """Copy `package` to `path` as `write_package` would write it, and return the copy. Raises PackageError, and copies
-    nothing, if the files no longer match the manifest."""
+    """Copy a package to `path` with `write_package`, and return the copy.
+
+    Raises PackageError, and copies nothing, if the files no longer match the manifest.
+    """
     size = sum(entry.bytes for entry in package.manifest.files.values())
     with write_package(path, overwrite=overwrite, required_bytes=size) as writer:
         for name, entry in package.manifest.files.items():
@@ -348,14 +405,18 @@ def copy_package(package: Package, path: str | Path, *, overwrite: bool = False)
 
 
 def check_not_source(path: str | Path, *sources: str | Path) -> None:
-    """Raise PackageError if a package written to `path` would take the place of one of the folders `sources`; anything
-    else among them, such as a hub id, is ignored."""
+    """Raise PackageError if a package written to `path` would take the place of its sources.
+
+    Args:
+        path: The path of the package.
+        sources: Folders; anything else, such as a hub id, is ignored.
+    """
     target = Path(os.path.realpath(path))
     for source in sources:
-        if Path(source).is_dir() and target in (
-            origin := Path(os.path.realpath(source)),
-            *origin.parents,
-        ):
+        if not Path(source).is_dir():
+            continue
+        origin = Path(os.path.realpath(source))
+        if target in (origin, *origin.parents):
             inside = "" if target == origin else f" has {source} in it, which"
             raise PackageError(
                 f"{path}{inside} is what the package is made from; choose another folder"
@@ -363,7 +424,13 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
 
 
 def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> None:
-    """Hash every file, write the manifest last, and flush all of it to the disk. sha256: of a file, in hexadecimal."""
+    """Hash every file, write the manifest last, and flush everything to the disk.
+
+    Args:
+        staging: The folder of the package.
+        manifest: The metadata without files.
+        sha256: A function that returns the sha256 of a file, in hexadecimal.
+    """
     described = json.dumps(model_package({".": manifest}), indent=2, sort_keys=True) + "\n"
     (staging / MODEL_PACKAGE_NAME).write_text(described, encoding="utf-8")
     paths = sorted(path for path in staging.rglob("*") if not path.is_dir())
@@ -377,21 +444,24 @@ def _seal(staging: Path, manifest: Manifest, sha256: Callable[[Path], str]) -> N
         files[path.relative_to(staging).as_posix()] = FileEntry(sha256(path), path.stat().st_size)
     files.pop(MANIFEST_NAME, None)
     text = replace(manifest, files=files).to_json()
-    Manifest.from_json(text)  # a published package can be read back
+    # A manifest that cannot be read back is not published.
+    Manifest.from_json(text)
     (staging / MANIFEST_NAME).write_text(text, encoding="utf-8")
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        for path in (
-            *paths,
-            staging / MANIFEST_NAME,
-            *(path for path in staging.rglob("*") if path.is_dir()),
-            staging,
-        ):
+    # Elsewhere a folder cannot be opened.
+    if os.name == "posix":
+        folders = [path for path in staging.rglob("*") if path.is_dir()]
+        for path in (*paths, staging / MANIFEST_NAME, *folders, staging):
             flush(path)
 
 
 def check_features(package: Package, wanted: Features, dtype: str | None) -> None:
-    """Raise QsampleError if the package lacks `wanted` or has another dtype: an export fixes both. dtype: None for
-    any."""
+    """Raise QsampleError if a package lacks features or has another dtype: an export fixes both.
+
+    Args:
+        package: The package.
+        wanted: The features that it must have.
+        dtype: The dtype that it must have; None for any.
+    """
     present = package.interface.features
     for name, argument in (("sampler", "include_sampler"), ("filter_order", "filter_order")):
         if getattr(wanted, name) != getattr(present, name):
@@ -410,20 +480,20 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
         )
     held = package.interface.dtype
     if dtype not in (None, held):
-        way = (
-            'compile it with provider="cuda", dtype="bfloat16"'
-            if dtype == "bfloat16"
-            else "export it again with that"
-        )
+        way = "export it again with that"
+        if dtype == "bfloat16":
+            way = 'compile it with provider="cuda", dtype="bfloat16"'
         raise QsampleError(f"{package.path} holds {held}, not {dtype}; leave dtype out, or {way}")
 
 
 def faster_way(package: Package) -> str | None:
-    """How to make a package faster, in a sentence, if it is portable and of a size at which that matters."""
+    """Advice on a faster package, in a sentence, if the package is portable and large enough;
+    otherwise None."""
     size = sum(entry.bytes for entry in package.manifest.files.values())
-    if package.manifest.compilation is not None or size < _SLOW_FROM:
+    if package.manifest.compilation is not None or size < _MIN_BYTES_FOR_ADVICE:
         return None
-    if package.manifest.packed_weights is not None:  # they are in few bits already
+    if package.manifest.packed_weights is not None:
+        # The weights already have few bits.
         return (
             f"{package.path} is portable, for any device; `qsample compile {package.path} OUT`, or "
             'model.compile("OUT") in Python, makes it for one, with the same weights'
@@ -436,7 +506,8 @@ def faster_way(package: Package) -> str | None:
 
 
 def check_target(path: Path, target: Path, overwrite: bool) -> None:
-    """Raise PackageError if the file or folder at `path`, now or formerly `target`, must not be replaced."""
+    """Raise PackageError if the file or folder at `path`, which is or was at `target`, must not be
+    replaced."""
     check_replaceable(
         path,
         target,
@@ -448,26 +519,35 @@ def check_target(path: Path, target: Path, overwrite: bool) -> None:
 
 
 def foreign_files(folder: Path) -> Iterator[str]:
-    """Files that the manifest in `folder`, of any version, does not list; without a readable manifest, files of other
-    kinds than a package holds."""
+    """The files in a folder that do not belong to its package.
+
+    These are the files that the manifest, of any version, does not list; without a readable
+    manifest, the files of other kinds than a package has.
+    """
     try:
-        listed = read_json(folder / MANIFEST_NAME, LARGEST_MANIFEST)["files"].keys()
+        listed = read_json(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)["files"].keys()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         listed = None
     for root, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]
         for name in sorted(files + links):
             path = (Path(root) / name).relative_to(folder).as_posix()
-            known = path in listed if listed is not None else name.endswith(_DAMAGED)
-            if not known and path not in (MANIFEST_NAME, SIGNATURE_NAME) and name not in _CRUMBS:
+            known = path in listed if listed is not None else name.endswith(_PACKAGE_SUFFIXES)
+            if (
+                not known
+                and path not in (MANIFEST_NAME, SIGNATURE_NAME)
+                and name not in _FILE_BROWSER_NAMES
+            ):
                 yield path
 
 
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
-    """Raise PackageError if a file is missing, not a plain file, outside the package or of another size."""
+    """Raise PackageError if a file is missing, not a plain file, outside the package or of another
+    size."""
     path = folder / name
     try:
-        if not path.is_file():  # a pipe or a device would block
+        # The reading of a pipe or a device would block.
+        if not path.is_file():
             raise PackageError(f"{path} is missing; export or download the package again")
         if leads_out(path, [folder]):
             raise PackageError(
@@ -485,7 +565,8 @@ def check_file(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def check_references(folder: Path, name: str, listed: Collection[str]) -> None:
-    """Raise PackageError if an ONNX file refers to a file that is not listed, ValueError if it is not ONNX."""
+    """Raise PackageError if an ONNX file refers to a file that is not listed, ValueError if it is
+    not ONNX."""
     unlisted = sorted(referenced_files(folder / name) - set(listed))
     if unlisted:
         raise PackageError(
@@ -495,7 +576,7 @@ def check_references(folder: Path, name: str, listed: Collection[str]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """In hexadecimal; PackageError if the file cannot be read."""
+    """The sha256 of a file, in hexadecimal. Raises PackageError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsample.contract.tensors import HUGGING_FACE, NOISE, SEARCHED_ROWS, STATEFUL, XTC_NOISE
+from qsample.contract.tensors import HUGGING_FACE, NOISE, SEARCHED_ROWS, STATEFUL_FILTERS, XTC_NOISE
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import DrawCall
@@ -106,7 +106,7 @@ def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
     return Outcome(
         token=greedy,
         probs=_no_probs(call, greedy) if call.features.probs else None,
-        share=largest.unsqueeze() if call.uses(*STATEFUL) else None,
+        share=largest.unsqueeze() if call.uses(*STATEFUL_FILTERS) else None,
     )
 
 
@@ -266,7 +266,7 @@ class _RandomRows:
         probs = share = None
         if self._call.features.probs:
             probs = self._probs(pool)
-        if self._call.uses(*STATEFUL):
+        if self._call.uses(*STATEFUL_FILTERS):
             share = pool.share_of(token)
         return Outcome(token, probs, share)
 

@@ -48,7 +48,7 @@ from qsample.contract.tensors import (
     ROW_MULTIPLE,
     RUNNING,
     SPECULATION_INPUTS,
-    STATEFUL,
+    STATEFUL_FILTERS,
     STATUS,
     STOPPED,
     TOKENS,
@@ -144,7 +144,7 @@ def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
     if interface.features.allowed_tokens:
         inputs.append(ALLOWED_TOKENS)
     for name in interface.features.filters:
-        if name in STATEFUL:
+        if name in STATEFUL_FILTERS:
             inputs.append(EXTRA_PARAMETERS[name][0])
     if packed:
         inputs.append(ROW_MULTIPLE)
@@ -250,7 +250,7 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
     """The guesses of each row, -1 after them: [B, g] int64, with at most G columns.
 
     1. Only steps of a single token have guesses: there are none if S is not 1.
-    2. A row guesses if it samples, its mask allows every token, and no filter of STATEFUL is on. A
+    2. A row guesses if it samples, its mask allows every token, and no filter of STATEFUL_FILTERS is on. A
        mask is for a single place, and the states of these filters change with each token.
     3. The token that is drawn after the last guess lies below the capacity and `max_length`.
     4. The columns of the step fit into the buffer of each row with `status` 0.

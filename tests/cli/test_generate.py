@@ -297,7 +297,7 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
     package = fake_package(tmp_path / "package").path
     arguments = ("generate", package, "-p", "a", "--max-new-tokens", "1")
     assert "qsample compile" not in run(*arguments)[2]
-    monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
+    monkeypatch.setattr("qsample.package.package._MIN_BYTES_FOR_ADVICE", 1000)
     status, _, err = run(*arguments)
     assert (status, err.count(f"`qsample compile {package} OUT --weights int4`")) == (0, 1)
     figures = {"matrices": 1, "bits": [4], "block_sizes": [32], "bytes": 9}

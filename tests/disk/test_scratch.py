@@ -18,9 +18,9 @@ import pytest
 from qsample.disk import locks
 from qsample.disk import scratch as module
 from qsample.disk.scratch import (
-    NEW,
-    OWNER,
-    REPLACED,
+    NEW_NAME,
+    OWNER_NAME,
+    REPLACED_NAME,
     Destination,
     ScratchFolder,
     remove_abandoned,
@@ -81,7 +81,7 @@ def abandoned(tmp_path: Path) -> Path:
 
 
 def by_another_machine(folder: Path) -> None:
-    (folder / OWNER).write_text("qsample scratch folder of another machine")
+    (folder / OWNER_NAME).write_text("qsample scratch folder of another machine")
 
 
 def test_a_scratch_folder_is_deleted_when_it_is_left_or_with_the_last_reference(
@@ -171,13 +171,13 @@ def test_links_are_deleted_and_not_followed(abandoned: Path) -> None:
 
 
 def linked_owner(folder: Path) -> None:
-    (folder / OWNER).rename(folder / "elsewhere.json")
-    (folder / OWNER).symlink_to("elsewhere.json")
+    (folder / OWNER_NAME).rename(folder / "elsewhere.json")
+    (folder / OWNER_NAME).symlink_to("elsewhere.json")
 
 
 def piped_owner(folder: Path) -> None:
-    (folder / OWNER).unlink()
-    os.mkfifo(folder / OWNER)
+    (folder / OWNER_NAME).unlink()
+    os.mkfifo(folder / OWNER_NAME)
 
 
 def a_link(folder: Path) -> None:
@@ -192,8 +192,8 @@ def a_link(folder: Path) -> None:
         lambda folder: folder.rename(
             folder.with_name(".model.0a1b2c3d.tmp")
         ),  # of an older version
-        lambda folder: (folder / OWNER).unlink(),
-        lambda folder: (folder / OWNER).write_text('{"name": "Anna"}'),
+        lambda folder: (folder / OWNER_NAME).unlink(),
+        lambda folder: (folder / OWNER_NAME).write_text('{"name": "Anna"}'),
         by_another_machine,
         linked_owner,
         piped_owner,
@@ -224,7 +224,7 @@ def test_that_of_another_machine_goes_after_a_week(abandoned: Path) -> None:
     by_another_machine(abandoned)
     for days, stays in ((6.9, True), (7.1, False)):
         then = time.time() - days * 24 * 3600
-        os.utime(abandoned / OWNER, (then, then))
+        os.utime(abandoned / OWNER_NAME, (then, then))
         remove_abandoned(abandoned.parent)
         assert abandoned.exists() is stays
 
@@ -240,7 +240,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(locks.fcntl, "flock", unsupported)
         scratch = ScratchFolder(tmp_path)
-        monkeypatch.setattr(module, "_own", set())
+        monkeypatch.setattr(module, "_own_folders", set())
         remove_abandoned(tmp_path)
     remove_abandoned(tmp_path)
     assert scratch.path.is_dir()
@@ -256,7 +256,7 @@ def test_killed_before_it_had_said_whose_it_is(content: bytes | None, tmp_path: 
     folder = tmp_path / ".qsample-0123456789abcdef"
     folder.mkdir()
     if content is not None:
-        (folder / OWNER).write_bytes(content)
+        (folder / OWNER_NAME).write_bytes(content)
     remove_abandoned(tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -284,7 +284,7 @@ def test_a_folder_that_is_taken_away_while_it_is_made(
     with ScratchFolder(tmp_path) as scratch:
         assert len(taken) == 2
         assert os.listdir(tmp_path) == [scratch.path.name]
-        assert (scratch.path / OWNER).is_file()
+        assert (scratch.path / OWNER_NAME).is_file()
     assert os.listdir(tmp_path) == []
 
 
@@ -292,7 +292,7 @@ def test_a_folder_that_is_taken_away_while_it_is_made(
 
 
 def replaced(folder: Path) -> Path:
-    old = folder / REPLACED / "target"
+    old = folder / REPLACED_NAME / "target"
     old.mkdir()
     (old / "old").write_text("old")
     return old
@@ -310,7 +310,7 @@ def test_it_goes_beside_its_place_if_that_is_taken_and_is_deleted_if_the_new_pac
 ) -> None:
     replaced(abandoned)
     (abandoned.parent / "target").mkdir()
-    (abandoned / NEW).rmdir()
+    (abandoned / NEW_NAME).rmdir()
     remove_abandoned(abandoned.parent)
     assert os.listdir(abandoned.parent) == ["target"]
     for name in ("target.old1", "target.old2"):

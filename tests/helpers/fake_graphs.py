@@ -18,7 +18,7 @@ from qsample.contract.tensors import (
     ADJUSTED_LOGITS,
     CAPACITY,
     FILTER_STATES,
-    STATEFUL,
+    STATEFUL_FILTERS,
     TensorSpec,
     retained_name,
 )
@@ -316,7 +316,7 @@ def _sampler_body(interface: Interface) -> str:
     if features.probs:
         body += "  probs = Identity (p)\n"
     counting = [
-        FILTER_STATES[name].name for name in features.filters if name in STATEFUL
+        FILTER_STATES[name].name for name in features.filters if name in STATEFUL_FILTERS
     ]  # the row's tokens
     body += "  emitted_flat = Squeeze (emitted_float, s_axis1)\n" if counting else ""
     for name in counting:

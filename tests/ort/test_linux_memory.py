@@ -19,7 +19,7 @@ import pytest
 from onnx import numpy_helper
 
 from qsample.ort import linux_memory, session
-from qsample.ort.linux_memory import HUGE_PAGE, give_back_after, in_huge_pages, release_pages
+from qsample.ort.linux_memory import HUGE_PAGE_BYTES, give_back_after, in_huge_pages, release_pages
 from qsample.package.package import Package
 
 PAGES = 8
@@ -29,7 +29,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives 
 
 def allocate() -> mmap.mmap:
     """Memory that a random pattern was written to, in small pages."""
-    memory = mmap.mmap(-1, PAGES * HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, PAGES * HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     memory[:] = np.random.default_rng(0).bytes(len(memory))
     memory.madvise(mmap.MADV_HUGEPAGE)  # takes the other one back; what is there stays as it is
@@ -48,7 +48,7 @@ def huge_pages_at(address: int) -> int:
             start, _, end = line.split()[0].partition("-")
             inside = int(start, 16) <= address < int(end, 16)
         elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * 1024 // HUGE_PAGE
+            return int(line.split()[1]) * 1024 // HUGE_PAGE_BYTES
     raise AssertionError("the memory is not mapped")
 
 
@@ -62,7 +62,7 @@ def can_collapse() -> bool:
     """Whether the system does it when it is asked directly."""
     memory = allocate()
     try:
-        memory.madvise(linux_memory._COLLAPSE)
+        memory.madvise(linux_memory._MADV_COLLAPSE)
     except (OSError, ValueError):
         return False
     return huge_pages_of(memory) > 0
@@ -98,7 +98,7 @@ on_glibc = pytest.mark.skipif(
 @on_glibc
 def test_large_allocations_come_from_a_heap_of_huge_pages() -> None:
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, size = ctypes.c_void_p, PAGES * HUGE_PAGE // 2
+    libc.malloc.restype, size = ctypes.c_void_p, PAGES * HUGE_PAGE_BYTES // 2
     libc.malloc_trim(0)
     with in_huge_pages(4 * size):
         parts = [libc.malloc(size) for _ in range(4)]
@@ -143,13 +143,13 @@ def test_parts_that_were_there_before_are_left_out() -> None:
 
 def test_switched_off_by_the_administrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     enabled = tmp_path / "enabled"
-    monkeypatch.setattr(linux_memory, "_ENABLED", enabled)
+    monkeypatch.setattr(linux_memory, "_HUGE_PAGES_SETTING", enabled)
     assert not linux_memory._allowed()
     enabled.write_text("always madvise [never]\n")
     assert not linux_memory._allowed()
     enabled.write_text("always [madvise] never\n")
     assert linux_memory._allowed() is (sys.platform == "linux")
-    monkeypatch.setattr(linux_memory, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(linux_memory, "_MAPS_FILE", tmp_path / "maps")
     assert not linux_memory._allowed()
 
 

@@ -93,20 +93,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     ) -> None:
         """siblings: of each processor. quotas: files under the root of control groups."""
         monkeypatch.delenv("ORT_INTRA_OP_NUM_THREADS", raising=False)
-        for name in ("_CPUS", "_DEVICES", "_CGROUPS"):
+        for name in ("_CPUS_FOLDER", "_DEVICES_FOLDER", "_CGROUPS_FOLDER"):
             (tmp_path / name).mkdir()
             monkeypatch.setattr(options, name, tmp_path / name)
         for number, text in (siblings or {}).items():
-            topology = tmp_path / "_CPUS" / f"cpu{number}" / "topology"
+            topology = tmp_path / "_CPUS_FOLDER" / f"cpu{number}" / "topology"
             topology.mkdir(parents=True)
             (topology / "core_cpus_list").write_text(f"{text}\n")
-        (tmp_path / "_CPUS" / "cpufreq").mkdir()  # no processor
+        (tmp_path / "_CPUS_FOLDER" / "cpufreq").mkdir()  # no processor
         for name in ("cpu_core", "cpu_atom") if hybrid else ():
-            (tmp_path / "_DEVICES" / name).mkdir()
+            (tmp_path / "_DEVICES_FOLDER" / name).mkdir()
         (tmp_path / "own").write_text(cgroup)
-        monkeypatch.setattr(options, "_OWN_CGROUPS", tmp_path / "own")
+        monkeypatch.setattr(options, "_OWN_CGROUPS_FILE", tmp_path / "own")
         for name, text in (quotas or {}).items():
-            file = tmp_path / "_CGROUPS" / name
+            file = tmp_path / "_CGROUPS_FOLDER" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{text}\n")
         monkeypatch.setattr(os, "cpu_count", lambda: len(siblings or {}) or 6)
@@ -176,7 +176,7 @@ def test_a_system_that_says_little(
 ) -> None:
     machine()
     assert (chosen_threads(None), most_shares(None)) == (None, 6)  # at most
-    monkeypatch.setattr(options, "_OWN_CGROUPS", tmp_path / "nowhere")
+    monkeypatch.setattr(options, "_OWN_CGROUPS_FILE", tmp_path / "nowhere")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert (chosen_threads(None), most_shares(None)) == (None, 6)
     monkeypatch.setattr(os, "cpu_count", lambda: None)
@@ -252,7 +252,7 @@ def test_processors_of_parts(
     for node, text in {"node0": "0-2,6-8", "node1": "3-5,9-11", "node2": ""}.items():
         (tmp_path / "nodes" / node).mkdir(parents=True)
         (tmp_path / "nodes" / node / "cpulist").write_text(f"{text}\n")
-    monkeypatch.setattr(options, "_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(options, "_NUMA_NODES_FOLDER", tmp_path / "nodes")
     found = [(threads.processors, threads.count) for threads in threads_of_parts(parts)]
     assert found == expected
     monkeypatch.setenv("ORT_INTRA_OP_NUM_THREADS", "3")

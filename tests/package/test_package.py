@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from qsample.disk import replace as replace_module
-from qsample.disk.scratch import NEW
+from qsample.disk.scratch import NEW_NAME
 from qsample.package import package as package_module
 from qsample.package.manifest import MODEL_PACKAGE_NAME
 from qsample.package.package import (
@@ -246,7 +246,7 @@ def test_a_swap_that_fails_half_way_puts_the_old_package_back(
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:
-        if target == package.path and self.name == NEW:
+        if target == package.path and self.name == NEW_NAME:
             raise error
         return real(self, target)
 

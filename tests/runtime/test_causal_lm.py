@@ -168,7 +168,7 @@ def test_a_large_portable_package_says_once_that_compile_makes_it_faster(
 ) -> None:
     load(fake().path).generate([5], max_new_tokens=1)
     assert not recwarn.list
-    monkeypatch.setattr("qsample.package.package._SLOW_FROM", 1000)
+    monkeypatch.setattr("qsample.package.package._MIN_BYTES_FOR_ADVICE", 1000)
     load(fake(compilation=compilation()).path).generate([5], max_new_tokens=1)
     assert not recwarn.list
     model = load(fake().path)

@@ -23,7 +23,7 @@ from qsample.contract.interface import Interface
 from qsample.ort.options import session_options
 from qsample.ort.providers import (
     CPU,
-    ON_HOST,
+    HOST_NODES_OPTION,
     WEBGPU,
     check_available,
     open_session,
@@ -65,7 +65,7 @@ def on_webgpu(model: ir.Model) -> ort.InferenceSession:
     own_constants(model)
     common_passes.RemoveUnusedNodesPass()(model)
     serialized = ir.to_proto(model).SerializeToString()
-    options = {**TARGET.provider_options, ON_HOST: host_shapes(model)}
+    options = {**TARGET.provider_options, HOST_NODES_OPTION: host_shapes(model)}
     return open_session(serialized, session_options(RECORD), TARGET.execution_providers, options)
 
 

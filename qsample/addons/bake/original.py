@@ -27,7 +27,7 @@ from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
-from qsample.ort.options import FOLDER_OF_WEIGHTS, session_options
+from qsample.ort.options import WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU
 
 
@@ -60,7 +60,7 @@ class Original:
         options = session_options()
         graph: str | bytes = str(foreign.path)
         if extra or rewritten:
-            options.add_session_config_entry(FOLDER_OF_WEIGHTS, str(foreign.path.parent))
+            options.add_session_config_entry(WEIGHTS_FOLDER_KEY, str(foreign.path.parent))
             graph = with_outputs(foreign.model, extra)
         try:
             self._session = ort.InferenceSession(graph, options, providers=[CPU])

@@ -29,7 +29,7 @@ from qsample.contract.tensors import BATCH, CAPACITY, INPUT_LENGTHS, SEQUENCE, r
 from qsample.graph.edit import constant, initializer, producer, reads
 from qsample.graph.evaluate import with_outputs, zeros
 from qsample.graph.operators import CONTRIB_DOMAIN, OPSET
-from qsample.ort.options import FOLDER_OF_WEIGHTS, NO_PREPACKING, session_options
+from qsample.ort.options import NO_PREPACKING, WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU
 
 _IR_VERSION: Final = 10
@@ -210,7 +210,7 @@ def _run(
     feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
     feeds[IDS] = np.random.default_rng(0).integers(0, vocab_size, feeds[IDS].shape)
     feeds[INPUT_LENGTHS.name] += axes[SEQUENCE]
-    options = session_options({FOLDER_OF_WEIGHTS: str(folder), **NO_PREPACKING})
+    options = session_options({WEIGHTS_FOLDER_KEY: str(folder), **NO_PREPACKING})
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     fixed = _from_constants(graph)
     values = [

@@ -19,7 +19,7 @@ from qsample.compiler.pipeline import (
 from qsample.compiler.plan import CompilePlan
 from qsample.compiler.targets import Target
 from qsample.compiler.write import ahead_of_time_phases
-from qsample.ort.providers import CPU, DEVICE, OPENVINO
+from qsample.ort.providers import CPU, DEVICE_OPTION, OPENVINO
 
 
 class OpenVinoTarget(Target):
@@ -28,7 +28,7 @@ class OpenVinoTarget(Target):
     name = "openvino"
     execution_providers: tuple[str, ...] = (OPENVINO, CPU)
     # By itself, OpenVINO would compute in bfloat16 if the processor has it.
-    provider_options: Mapping[str, str] = {DEVICE: "CPU", "INFERENCE_PRECISION_HINT": "f32"}
+    provider_options: Mapping[str, str] = {DEVICE_OPTION: "CPU", "INFERENCE_PRECISION_HINT": "f32"}
     dtypes: tuple[str, ...] = ("float32",)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:

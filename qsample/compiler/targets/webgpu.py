@@ -46,7 +46,7 @@ from qsample.errors import CompileError
 from qsample.graph.edit import cast, initializer, insert, replace_node
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import is_contrib
-from qsample.ort.providers import CPU, ON_HOST, WEBGPU, plugin_devices
+from qsample.ort.providers import CPU, HOST_NODES_OPTION, WEBGPU, plugin_devices
 
 # Over several tokens its result sometimes equals the CPU's and sometimes is another one altogether, for the same
 # inputs.
@@ -154,14 +154,15 @@ def plain_products(model: ir.Model) -> bool:
 
 
 def host_shapes(model: ir.Model) -> str:
-    """The option `ON_HOST`: the nodes between shapes and the kernels that read them on the host. With int64 enabled,
-    the provider would compute some of them on the device, and the host would wait for the result."""
+    """The value of `HOST_NODES_OPTION`: the nodes between shapes and the kernels that read them on
+    the host. With int64 enabled, the provider would compute some of them on the device, and the
+    host would wait for the result."""
     return " ".join(sorted(str(node.name) for node in host_arithmetic(model.graph, _READ_ON_HOST)))
 
 
 def keep_shapes_on_host(build: Build) -> None:
     """Note the option that does it."""
-    build.provider_options = {ON_HOST: host_shapes(build.model)}
+    build.provider_options = {HOST_NODES_OPTION: host_shapes(build.model)}
 
 
 def place(build: Build, providers: Sequence[str], provider_options: Mapping[str, str]) -> None:
