@@ -284,11 +284,6 @@ class Slots:
         return self._device not in DEVICES_WITHOUT_ADDRESSES
 
     @property
-    def output_names(self) -> tuple[str, ...]:
-        """The names of the optional outputs of the package."""
-        return tuple(spec.name for spec in self._interface.token_outputs)
-
-    @property
     def most_new_tokens(self) -> int:
         """The most tokens that a step gives a row."""
         return 1 + self._interface.features.num_speculative_tokens
