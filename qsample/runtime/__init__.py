@@ -3,7 +3,8 @@
 >>> from qsample.runtime import load
 >>> load("exported").generate("In the beginning", temperature=0.8).texts
 
-Each name is imported when it is first used, so a module of this room loads only the modules that it needs.
+A name is imported when it is first used, so a module of this room only loads the modules that it
+needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = [
     "load",
 ]  # fmt: skip
 
-_MODULES = {
+# Module → the public names that it defines.
+_NAMES_OF_MODULES = {
     "qsample.runtime.call": ("Call",),
     "qsample.errors": ("EngineClosedError", "QueueFullError", "RequestFailedError"),
     "qsample.runtime.causal_lm": ("CausalLM", "load"),
@@ -43,7 +45,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    for module, names in _MODULES.items():
+    for module, names in _NAMES_OF_MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

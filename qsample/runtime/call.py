@@ -86,7 +86,7 @@ class Call:
     The fields are arguments of `CausalLM.generate`, described there, and these:
 
     Args:
-        images: as in `generate`; each image may also be a `ProcessedImage`.
+        images: the images, as in `generate`; each may also be a `ProcessedImage`.
         pad: the token id that marks padding in a block of token ids without an attention_mask; by
             default, every token is read.
         fill: the token id after a row's end, and before a shorter prompt; by default the package's

@@ -44,7 +44,7 @@ def test_inputs_under_both_names_and_as_a_mapping(model: CausalLM) -> None:
     assert model.generate(input_ids=PROMPTS, attention_mask=mask, **FREE).token_ids == wanted
 
 
-def test_a_call_without_inputs_starts_from_nothing_as_in_transformers(
+def test_a_call_without_inputs_starts_from_the_bos_token_as_in_transformers(
     fake_model: Callable[..., CausalLM],
 ) -> None:
     model = fake_model()
@@ -102,7 +102,7 @@ def test_the_models_own_settings_can_be_changed(fake: Callable[..., Package]) ->
     assert model.generate([[40, 40, 5, 6]], max_new_tokens=1).prompt_lengths == [2]
 
 
-def test_the_pad_token_fills_what_is_around_a_row(fake_model: Callable[..., CausalLM]) -> None:
+def test_the_pad_token_fills_both_sides_of_a_row(fake_model: Callable[..., CausalLM]) -> None:
     stops = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": list(range(3, VOCAB, 3))}
     for settings, options, wanted in (
         ({}, {}, 3),  # no pad token: the first that ends a row
@@ -187,7 +187,7 @@ def test_the_sequences_alone_and_the_output_as_sequences(model: CausalLM) -> Non
     assert twin.token_ids == copy.copy(output).token_ids == output.token_ids
 
 
-def test_values_that_ask_for_nothing_pass(model: CausalLM) -> None:
+def test_neutral_values_are_accepted(model: CausalLM) -> None:
     wanted = model.generate(PROMPTS, **FREE).token_ids
     harmless = {
         "use_cache": True, "num_beams": 1, "num_return_sequences": 1, "output_scores": False, "length_penalty": 1.0,
@@ -245,7 +245,7 @@ def test_a_tokenizer_for_a_package_without_one(fake_model: Callable[..., CausalL
         bare.generate([[5]], tokenizer=large, **FREE)
 
 
-def test_what_a_model_of_transformers_has(fake: Callable[..., Package]) -> None:
+def test_attributes_and_methods_of_a_model_of_transformers(fake: Callable[..., Package]) -> None:
     model = load(fake(files={"config.json": '{"hidden_size": 16, "model_type": "fake"}'}).path)
     assert (model.config.hidden_size, model.config.model_type, model.device, model.dtype) == (
         16,

@@ -39,7 +39,7 @@ def test_a_generation_config_by_attribute() -> None:
     assert as_generation_config(config) is config
 
 
-def test_every_field_of_transformers_object_reads_as_there() -> None:
+def test_every_field_of_transformers_config_can_be_read() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GenerationConfig()
     ours = GenerationConfig()
@@ -62,7 +62,7 @@ def test_the_forms_of_a_generation_config(as_path: Any, tmp_path: Path) -> None:
     assert wanted.items() <= settings_of(as_path(tmp_path)).items()
 
 
-def test_what_is_no_generation_config(tmp_path: Path) -> None:
+def test_invalid_generation_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="generation_config is a int; give a mapping"):
         settings_of(5)
     with pytest.raises(ValueError, match=r"nowhere.*cannot be read"):

@@ -30,7 +30,7 @@ def asks(*args: Any, **kwargs: Any) -> Callable[[Model], Model]:
     return lambda model: model.to(*args, **kwargs)
 
 
-def test_what_changes_nothing_returns_the_model() -> None:
+def test_methods_that_change_nothing_return_the_model() -> None:
     torch = pytest.importorskip("torch")
     model = Model()
     for harmless in (
@@ -68,7 +68,7 @@ def test_what_changes_nothing_returns_the_model() -> None:
         (asks("cpu", "float16"), "cannot become float16"),
     ],
 )
-def test_what_would_change_a_graph_says_what_to_do(
+def test_methods_that_would_change_the_graph_name_a_remedy(
     change: Callable[[Model], Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -82,7 +82,7 @@ def test_what_would_change_a_graph_says_what_to_do(
         (False, "last logits.*as logits_processor"),
     ],
 )
-def test_a_call_says_what_to_do(sampler: bool, message: str) -> None:
+def test_calling_the_model_names_a_remedy(sampler: bool, message: str) -> None:
     model = Model()
     model.features = Features(sampler=sampler)
     with pytest.raises(TypeError, match=message):

@@ -142,7 +142,7 @@ def test_one_row_without_a_batch(single: Any, original: Any, packaged: CausalLM)
     )
 
 
-def test_what_a_tokenizer_returns(original: Any, packaged: CausalLM) -> None:
+def test_the_result_of_a_tokenizer_is_accepted(original: Any, packaged: CausalLM) -> None:
     """And the texts themselves, which are padded on the left in `sequences` as the tokenizer pads them."""
     texts = ["In the beginning", "Blessed", "x"]
     tokenizer = byte_tokenizer()

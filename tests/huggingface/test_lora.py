@@ -65,7 +65,7 @@ def test_damaged_matrices(change: dict[str, Any], message: str, tmp_path: Path) 
         read_changes(*save_adapter(tmp_path / "adapter", tensors))
 
 
-def test_weights_that_are_no_safetensors(tmp_path: Path) -> None:
+def test_weights_that_are_not_safetensors_are_refused(tmp_path: Path) -> None:
     files = save_adapter(tmp_path / "adapter", lora_pair(LAYER, 96, 64))
     whole = files[1].read_bytes()
     for damaged in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:]):
@@ -191,7 +191,7 @@ def test_the_scale_of_a_layer(options: dict[str, Any], scale: float, tmp_path: P
         ),
     ],
 )
-def test_what_is_more_than_lora_is_refused_by_name(
+def test_more_than_plain_lora_is_refused_by_name(
     options: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -258,7 +258,9 @@ def test_initialisations_that_leave_the_model_alone(init: Any, tmp_path: Path) -
         ),
     ],
 )
-def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_values_of_a_configuration_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(QsampleError, match=rf"adapter_config.json: {message}"):
         config(tmp_path, **options)
 
@@ -280,7 +282,7 @@ def test_values_that_are_none(options: dict[str, Any], message: str, tmp_path: P
         (b"null", "holds None, and must hold an object"),
     ],
 )
-def test_files_that_are_no_configuration(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_configurations_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(QsampleError, match=rf"adapter_config.json {message}"):
         read_config(tmp_path / "adapter_config.json")

@@ -380,7 +380,7 @@ def quick_and_without_accelerate() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.__name__)
-def test_a_card_prints_what_it_prints_with_transformers(
+def test_a_card_prints_the_same_as_with_transformers(
     card: Callable[[], None],
     folders: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,

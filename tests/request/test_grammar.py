@@ -54,7 +54,7 @@ def trial(bundled_model: CausalLM) -> Iterator[Trial]:
         (Form("regex", SLOW), 0.5, "takes more than 0.5 seconds"),
     ],
 )
-def test_what_goes_too_far_ends_alone(
+def test_a_grammar_beyond_the_limits_ends_alone(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, form: Form, seconds: float, reason: str
 ) -> None:
     with monkeypatch.context() as patched:
@@ -276,7 +276,7 @@ def test_a_grammar_ends_with_its_last_client(grammars: Grammars) -> None:
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def test_what_would_end_the_process_is_refused(grammars: Grammars) -> None:
+def test_a_grammar_that_would_end_the_process_is_refused(grammars: Grammars) -> None:
     """llguidance overflows the stack; the next grammar is compiled as ever."""
 
     async def run() -> GrammarGuide:

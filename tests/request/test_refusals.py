@@ -74,7 +74,7 @@ def test_every_keyword_of_transformers_generate_is_known_or_refused(model: Causa
             model.generate([5], **{name: 5})
 
 
-def test_what_transformers_fills_in_by_itself_is_harmless() -> None:
+def test_the_defaults_of_transformers_are_harmless() -> None:
     transformers = pytest.importorskip("transformers")
     given = transformers.GenerationConfig._get_default_generation_params()
     assert not without_refused(GENERATE, given).keys() & GENERATE.keys()
@@ -95,7 +95,7 @@ def test_every_keyword_of_transformers_from_pretrained_is_known_or_refused() -> 
             AutoModelForCausalLM.from_pretrained("model", **{name: 5})
 
 
-def test_keywords_that_nobody_knows() -> None:
+def test_unknown_keywords_have_a_suggestion() -> None:
     with pytest.raises(
         TypeError, match="from_pretrained has no argument 'reversion'; did you mean 'revision'"
     ):

@@ -80,7 +80,7 @@ def test_refused_values_name_the_field_and_what_is_accepted(field: str) -> None:
             SamplingParams(**{field: value})
 
 
-def test_lists_of_the_filters_are_tuples_and_none_where_they_are_empty() -> None:
+def test_lists_of_filters_become_tuples_and_empty_lists_none() -> None:
     words = np.array([[5, 6]])
     params = SamplingParams(
         bad_words_ids=words, dry_sequence_breakers=["a", 5, "a"], bad_words=("x",)
@@ -229,7 +229,7 @@ def test_every_field_of_a_generation_config_is_read() -> None:
     assert from_config({"do_sample": True, **read, **ignored}) == SamplingParams(**read)
 
 
-def test_top_k_is_50_where_a_sampling_config_leaves_it_open() -> None:
+def test_top_k_is_50_if_a_sampling_config_does_not_set_it() -> None:
     assert from_config({"do_sample": True}).top_k == 50
     assert from_config({"do_sample": True, "top_k": None}).top_k == 50
     assert from_config({"do_sample": True, "top_k": 0}).top_k == 0
@@ -262,7 +262,7 @@ def test_temperature_0_is_greedy() -> None:
     assert from_config({}, do_sample=False, temperature=0.0).temperature == 0
 
 
-def test_values_that_ask_for_nothing_are_no_contradiction() -> None:
+def test_neutral_values_do_not_contradict_greedy_decoding() -> None:
     neutral = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
     assert from_config({"do_sample": True}, do_sample=False, **neutral) == SamplingParams(
         temperature=0
@@ -300,7 +300,7 @@ def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], messa
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED_SETTINGS)
-def test_what_qsample_does_not_do_is_refused_with_a_way_on(field: str) -> None:
+def test_unsupported_settings_are_refused_with_a_remedy(field: str) -> None:
     config = {"do_sample": True, field: 4}
     with pytest.raises(
         ValueError, match=rf"{field} is .*not supported: .*give {field}=None to go without"

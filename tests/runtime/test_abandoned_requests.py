@@ -85,7 +85,7 @@ def test_one_of_several_readers_gives_up(
         assert outcome(request) == expected([5], FREE, 0)
 
 
-def test_a_result_that_took_too_long_has_not_given_up(
+def test_a_result_that_timed_out_has_not_given_up(
     model: CausalLM, gate: threading.Semaphore
 ) -> None:
     with Engine(model, slots=1) as engine:
@@ -162,7 +162,7 @@ def test_waiting_for_the_next_delta_a_little_at_a_time(
         assert asyncio.run(main()) == expected([5], FREE, 0)[0]
 
 
-def test_two_threads_and_two_tasks_read_one_request(model: CausalLM) -> None:
+def test_two_threads_and_two_tasks_read_the_same_request(model: CausalLM) -> None:
     async def main(request: Request) -> list[list[int]]:
         return await asyncio.gather(read_tokens(request), read_tokens(request))
 

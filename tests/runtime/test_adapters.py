@@ -139,7 +139,7 @@ def test_the_largest_rank_of_each_kind() -> None:
         ),
     ],
 )
-def test_what_a_package_does_not_take(
+def test_a_package_refuses_adapters_that_do_not_fit(
     tmp_path: Path, tensors: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     folder = make_adapter(tmp_path / "a")
@@ -175,7 +175,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_adapter("a", folder, make_interface(adapters=()))
 
 
-def test_half_precision_has_limits(tmp_path: Path) -> None:
+def test_an_adapter_beyond_the_range_of_float16_is_refused(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "a")
     change(folder, q_proj_lora_B_weight=torch.full((10, 4), 1e5))
     with pytest.raises(

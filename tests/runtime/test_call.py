@@ -69,7 +69,7 @@ def test_lists_take_masks_too(ids: Any, mask: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [list, np.array])
-def test_the_pad_token_is_not_read_where_no_mask_says_otherwise(form: Any) -> None:
+def test_the_pad_token_is_padding_in_a_block_without_a_mask(form: Any) -> None:
     ids = form([[0, 0, 5], [6, 0, 7], [8, 9, 0]])
     assert rows(ids, pad=0) == [[5], [6, 7], [8, 9]]
     assert (
@@ -96,7 +96,7 @@ def test_a_single_row_and_rows_of_different_lengths_have_no_padding(prompts: Any
     assert 0 in rows(prompts)[0]
 
 
-def test_padding_between_tokens_is_refused_where_it_cannot_be_left_out() -> None:
+def test_padding_between_tokens_is_refused_for_recurrent_models() -> None:
     def parse(ids: Any, mask: Any = None) -> list[list[int]]:
         prompts = parse_prompts(call(ids, mask, pad=0), None, 320, BOS, holes=False)
         return [prompt.ids.tolist() for prompt in prompts]

@@ -47,7 +47,7 @@ def test_a_processor_sees_every_token_and_its_logits(chunk: int | None, host: Ca
     assert len(seen) == 8
 
 
-def test_a_row_has_processors_of_its_own(fake_model: Callable[..., CausalLM]) -> None:
+def test_each_row_has_copies_of_the_processors(fake_model: Callable[..., CausalLM]) -> None:
     """Alone, in a batch, and in a package of fewer rows, where prompts take turns."""
 
     class Forces:
@@ -72,7 +72,7 @@ def test_a_row_has_processors_of_its_own(fake_model: Callable[..., CausalLM]) ->
     assert alone.calls == 8
 
 
-def test_rows_of_one_reading_have_processors_of_their_own_too(host: CausalLM) -> None:
+def test_rows_of_the_same_prompt_have_copies_of_the_processors(host: CausalLM) -> None:
     def alternates(ids: Any, scores: Any) -> Any:
         scores[:, ids[0, -1] % 2 :: 2] = -np.inf
         return scores
@@ -85,7 +85,7 @@ def test_rows_of_one_reading_have_processors_of_their_own_too(host: CausalLM) ->
         assert all((a - b) % 2 for a, b in itertools.pairwise([prompt[-1], *row]))
 
 
-def test_the_next_call_has_none(host: CausalLM) -> None:
+def test_processors_do_not_affect_the_next_call(host: CausalLM) -> None:
     wanted = host.generate(PROMPTS, **FREE).token_ids
     forced = host.generate(
         PROMPTS, logits_processor=lambda ids, scores: scores * 0 + np.eye(1, VOCAB, 9), **FREE
@@ -235,7 +235,7 @@ def test_every_form_of_a_criterion_and_of_its_answer(model: CausalLM) -> None:
     )
 
 
-def test_what_a_criterion_writes_into_its_array_is_its_own(model: CausalLM) -> None:
+def test_a_criterion_that_writes_into_its_array_changes_nothing(model: CausalLM) -> None:
     shown: list[int] = []
 
     def scribbles(ids: Any, scores: Any) -> bool:

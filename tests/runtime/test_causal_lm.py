@@ -27,7 +27,7 @@ def test_chunking_changes_nothing(
     assert got.finish_reasons == wanted.finish_reasons
 
 
-def test_a_row_gives_the_same_tokens_alone_and_in_any_row_of_any_batch(model: CausalLM) -> None:
+def test_a_row_has_the_same_tokens_alone_and_in_any_place_of_a_batch(model: CausalLM) -> None:
     alone = [
         model.generate([prompt], params, seed=row, prefill_chunk_size=row or None).token_ids[0]
         for row, (prompt, params) in enumerate(zip(PROMPTS, mixed(), strict=True))
@@ -90,7 +90,7 @@ def _token_ids(eos: int) -> Any:
     return TokenIds(PAD, BOS, (eos,))
 
 
-def test_a_row_ends_where_the_context_is_full(fake: Callable[..., Package]) -> None:
+def test_a_row_ends_when_the_context_is_full(fake: Callable[..., Package]) -> None:
     model = load(fake().path, ctx_len=16)
     output = model.generate(PROMPTS, SamplingParams(temperature=0, eos_token_id=()))
     assert [len(p) + len(n) for p, n in zip(PROMPTS, output.token_ids, strict=True)] == [16] * 4

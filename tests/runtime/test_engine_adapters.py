@@ -226,7 +226,9 @@ def test_a_folder_that_cannot_be_used_changes_nothing(
 
 
 @pytest.mark.parametrize("name", [["0"], {}, 1, b"0"])
-def test_names_that_are_no_texts(case: Case, model: CausalLM, tmp_path: Path, name: Any) -> None:
+def test_adapter_names_that_are_not_texts_are_refused(
+    case: Case, model: CausalLM, tmp_path: Path, name: Any
+) -> None:
     with pytest.raises(ValueError, match=r"the adapter's name is .*; give a text"):
         model.load_adapter(name, case.folders[0])
     with pytest.raises(
@@ -249,7 +251,7 @@ def test_an_adapter_is_replaced_at_once(case: Case, model: CausalLM) -> None:
     assert model.adapters["0"].sha256 == model.adapters["1"].sha256
 
 
-def test_rows_that_must_run_together_have_no_more_adapters_than_a_batch_takes(
+def test_too_many_adapters_for_rows_that_run_together_are_refused(
     model: CausalLM,
 ) -> None:
     params = [with_adapter(name) for name in "012"]

@@ -55,7 +55,7 @@ def test_what_fits_is_decided_by_the_slot_and_not_by_the_request(
         assert (request.result().finish_reason, len(request.result().token_ids)) == ("length", 6)
 
 
-def test_nothing_is_kept_of_a_row_that_had_no_token_to_sample(
+def test_a_row_without_tokens_to_sample_leaves_nothing_behind(
     fake_model: Callable[..., CausalLM],
 ) -> None:
     """Its last chunk was not committed, so the steps of others wrote where its keys and values would be."""

@@ -120,7 +120,7 @@ def test_who_is_told_of_an_end_finds_its_room(model: CausalLM) -> None:
     assert room == [(0, 0)] * 3
 
 
-def test_a_drained_engine_has_told_everybody(
+def test_a_drained_engine_has_finished_all_requests(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished = Request.finish
@@ -151,7 +151,7 @@ def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
 
 
 @pytest.mark.parametrize("end", [Engine.close, Engine.drain])
-def test_who_waits_for_room_learns_that_the_engine_was_closed(
+def test_a_caller_that_waits_for_room_gets_the_error_of_a_closed_engine(
     end: Callable[[Engine], object], model: CausalLM, gate: threading.Semaphore
 ) -> None:
     with Engine(model, slots=1, max_waiting=0, saved_states=0) as engine:
@@ -210,7 +210,7 @@ def test_callbacks_are_called_once_however_a_request_ends(
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
-def test_what_a_callback_raises_ends_no_engine(
+def test_an_exception_of_a_callback_does_not_end_the_engine(
     kind: type[BaseException], model: CausalLM, gate: threading.Semaphore
 ) -> None:
     def fail(request: Request) -> None:

@@ -153,7 +153,7 @@ def check_refused(call: Callable[[], object], what: str) -> None:
     assert 10 < len(str(error)) < 1200, (what, error)
 
 
-def test_every_wrong_argument_is_a_value_error_and_harms_nobody(
+def test_every_wrong_argument_is_a_value_error_and_affects_no_other_request(
     fake_model: Callable[..., CausalLM],
 ) -> None:
     with Engine(fake_model(allowed_tokens=True, logit_bias=True), slots=2, max_waiting=0) as engine:

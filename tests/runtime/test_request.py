@@ -113,7 +113,7 @@ class RaisingLoop(asyncio.SelectorEventLoop):
 
 
 @pytest.mark.parametrize("make", [asyncio.new_event_loop, RaisingLoop])
-def test_a_reader_whose_event_loop_is_gone_or_raises_harms_nobody(
+def test_a_reader_without_its_event_loop_affects_no_other_reader(
     make: Callable[[], asyncio.AbstractEventLoop], model: CausalLM, gate: threading.Semaphore
 ) -> None:
     with Engine(model, slots=2) as engine:
@@ -188,7 +188,7 @@ def test_a_request_that_is_added_and_cancelled_while_the_engine_takes_others(
         assert outcome(engine.add_request([8], FREE, seed=3)) == expected([8], FREE, 3)
 
 
-def test_a_consumer_that_never_reads_holds_up_nobody(model: CausalLM) -> None:
+def test_a_consumer_that_never_reads_holds_up_no_other_request(model: CausalLM) -> None:
     with Engine(model, slots=2, max_waiting=0) as engine:
         unread = [
             engine.add_request([5], FREE, seed=n) for n in range(12)

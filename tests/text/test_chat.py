@@ -173,7 +173,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
         ours(CHATML).apply_chat_template([USER], **options)
 
 
-def test_arguments_that_mean_nothing_are_taken_as_in_transformers() -> None:
+def test_arguments_without_effect_are_accepted_as_in_transformers() -> None:
     plain = ours(CHATML).apply_chat_template([USER])
     assert plain == ours(CHATML).apply_chat_template(
         [USER],
@@ -291,7 +291,7 @@ def test_wrong_messages(message: Any, expected: str) -> None:
 
 
 @pytest.mark.parametrize("messages", ["hi", {"role": "user"}, [], None])
-def test_what_is_no_conversation(messages: Any) -> None:
+def test_invalid_conversations_are_refused(messages: Any) -> None:
     with pytest.raises(ValueError, match=r"chat messages are|conversation is empty"):
         ours(CHATML).apply_chat_template(messages)
 
@@ -303,7 +303,7 @@ def test_a_message_that_nests_for_ever() -> None:
         templates(CHATML).render([message])
 
 
-def test_what_is_given_is_left_as_it_was() -> None:
+def test_rendering_changes_no_argument() -> None:
     messages = [
         {"role": "user", "content": PARTS},
         {"role": "assistant", "content": "so ", "reasoning": "x"},
@@ -388,7 +388,7 @@ def test_reasoning_is_continued_by_name() -> None:
         ({"chat_template": "A"}, {"chat_template.jinja": "J"}, "J"),
     ],
 )
-def test_where_the_template_comes_from(
+def test_the_sources_of_the_template(
     config: dict[str, Any], files: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     package = fake_package(tmp_path / "package", tokenizer_config=config, files=files)

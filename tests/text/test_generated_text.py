@@ -116,14 +116,14 @@ def test_a_vocabulary_without_bytes_has_no_incomplete_characters() -> None:
     assert "".join(pieces(IncrementalDecoder(words), [0, 1])) == "a \ufffd"
 
 
-def test_bytes_that_are_no_text(tokenizer: Tokenizer) -> None:
+def test_bytes_that_are_not_valid_text(tokenizer: Tokenizer) -> None:
     continuation = tokenizer.encode("é")[-1]
     ids = [*tokenizer.encode("a"), continuation, continuation, *tokenizer.encode("b")]
     parts = pieces(IncrementalDecoder(tokenizer), ids)
     assert "".join(parts) == tokenizer.decode(ids) == "a\ufffd\ufffdb"
 
 
-def test_any_bytes_join_to_what_the_whole_decodes_to(tokenizer: Tokenizer) -> None:
+def test_the_pieces_of_any_bytes_join_to_the_decoded_whole(tokenizer: Tokenizer) -> None:
     generator, spelled = random.Random(3), bytes_to_characters()
     held = {
         token: spelled[piece] for piece, token in tokenizer.get_vocab().items() if piece in spelled
@@ -138,7 +138,7 @@ def test_any_bytes_join_to_what_the_whole_decodes_to(tokenizer: Tokenizer) -> No
         assert "".join(pieces(IncrementalDecoder(tokenizer), ids)) == expected
 
 
-def test_byte_fallback_joins_to_what_the_whole_decodes_to() -> None:
+def test_the_pieces_of_byte_fallback_join_to_the_decoded_whole() -> None:
     tokenizer, generator = sentencepiece_like(), random.Random(3)
     characters = [[3 + byte for byte in text.encode()] for text in ("é", "漢", "🙂")]
     for _ in range(300):
@@ -216,7 +216,7 @@ def bytes_to_characters() -> dict[str, int]:
     }
 
 
-def test_tokens_that_end_anywhere_in_a_character_join_to_what_the_whole_decodes_to() -> None:
+def test_pieces_that_end_inside_a_character_join_to_the_decoded_whole() -> None:
     tokenizer, tokens = many_bytes_a_token()
     generator = random.Random(4)
     for _ in range(100):
@@ -294,7 +294,7 @@ def test_generated_text_stops_inside_multi_byte_characters_and_tokens(tokenizer:
     assert text.stop_string == "。\n"
 
 
-def test_where_stop_strings_come_from(fake_model: Callable[..., CausalLM]) -> None:
+def test_the_sources_of_stop_strings(fake_model: Callable[..., CausalLM]) -> None:
     own = {"do_sample": True, "top_k": 0, "stop_strings": ["E"], "max_new_tokens": 60}
     model = fake_model(generation_config=own)
     free = model.generate("hello", seed=3, stop_strings=[])

@@ -84,14 +84,14 @@ def test_far_too_many_stop_strings() -> None:
         check_stop_strings(["0123456789"] * 7000)
 
 
-def test_half_a_character_is_no_stop_string() -> None:
+def test_half_a_character_is_refused_as_a_stop_string() -> None:
     with pytest.raises(
         ValueError, match=r"a stop string has a lone surrogate at character 1 \('\\ud83d'\)"
     ):
         check_stop_strings(["fine", "a\ud83d"])
 
 
-def test_what_cannot_be_shown_is_refused_too() -> None:
+def test_deeply_nested_stop_strings_are_refused() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
@@ -136,7 +136,7 @@ def test_the_work_for_a_character_does_not_grow(strings: list[str]) -> None:
     assert looked_at < 10 * 4000
 
 
-def test_rows_with_the_same_stop_strings_share_what_finds_them() -> None:
+def test_rows_with_the_same_stop_strings_share_an_automaton() -> None:
     """It is hundreds of times as large as the strings; where each answer of a request had its own, memory ran out."""
     first, second, other = StopStrings(["END"]), StopStrings(["END"]), StopStrings(["EN"])
     assert first._automaton is second._automaton

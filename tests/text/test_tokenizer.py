@@ -53,7 +53,7 @@ def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
         load(package.path)
 
 
-def test_half_a_character_is_no_text() -> None:
+def test_half_a_character_is_refused_as_a_text() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     with pytest.raises(
         ValueError, match=r"a text has a lone surrogate at character 2 \('\\udc00'\)"

@@ -202,7 +202,7 @@ def test_every_argument_of_its_compile_is_known() -> None:
         ({"aic_enable_depth_first": True, "mos": 1}, "Cloud AI 100's compiler; leave it out"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused(
+def test_arguments_without_a_meaning_here_are_refused(
     given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
