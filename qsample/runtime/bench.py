@@ -182,7 +182,8 @@ def measure(
     )
     random = np.random.default_rng(0)
     texts = list(random.integers(0, model.interface.vocab_size, (rows, prompt_tokens)))
-    prompts, images = texts, list[ImagePrompt]()
+    prompts = texts
+    images: list[ImagePrompt] = []
     if image is not None:
         prompts, images = _with_images(model, texts, image, random)
         prompt_tokens = len(prompts[0])
@@ -259,11 +260,13 @@ def _with_images(
     """Prompts of a random image and a text each, [n] int64. Raises ValueError if the package reads
     text only."""
     width, height = size
-    prompts, images = [], []
+    prompts = []
+    images = []
     for text in texts:
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
         processed = model.images.process([pixels])
-        processor, tokenizer = model.images.processor, model.tokenizer
+        processor = model.images.processor
+        tokenizer = model.tokenizer
         if processor is None or tokenizer is None:
             raise ValueError(
                 "the package has no tokenizer, which writes the tokens of an image; leave the image out"

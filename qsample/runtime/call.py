@@ -216,8 +216,7 @@ def read_call(
 
 
 def _config_changes(config: Any) -> dict[str, Any]:
-    """The settings of the caller's generation_config, without those that ask for nothing. Raises
-    ValueError."""
+    """The settings of the caller's generation_config. Raises ValueError for unsupported outputs."""
     if config is None:
         return {}
     changes = settings_of(config)
@@ -320,7 +319,8 @@ def _id_setting(settings: Mapping[str, Any], name: str) -> int | None:
 
 
 def _token_id(name: str, value: Any, vocab_size: int) -> int | None:
-    """A token id, also from an array with one element; None for None. Raises ValueError."""
+    """The value of pad_token_id or bos_token_id: a token id, which an array with a single element
+    may hold, or None. Raises ValueError."""
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
     if value is None:

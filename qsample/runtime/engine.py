@@ -174,7 +174,7 @@ class Engine:
         # The threads that add requests write it, the engine's thread reads it.
         self._guides: dict[Sequence, Guide] = {}
         # Only the engine's thread uses these two.
-        self._deadlines: dict[Sequence, float] = {}  # seconds of `time.perf_counter`
+        self._deadlines: dict[Sequence, float] = {}  # On the clock of `time.perf_counter`.
         self._loop: DecodeLoop | None = loop
         self._thread = threading.Thread(target=self._serve, name="qsample-engine", daemon=True)
         self._thread.start()

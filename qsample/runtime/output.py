@@ -1,9 +1,9 @@
 """The result of `generate`.
 
-transformers' tokenizers and torch's functions take a result only if it is an instance of their own
-classes: `tokenizer.batch_decode` asks isinstance(output, numpy.ndarray | torch.Tensor), `torch.cat`
-wants tensors. So the result is a `GenerateOutput` that is an array or a tensor as well:
-`_ArrayOutput`, or `_TensorOutput` in a process that uses torch.
+transformers' tokenizers and torch's functions only take instances of certain classes:
+`tokenizer.batch_decode` asks isinstance(output, numpy.ndarray | torch.Tensor), `torch.cat` wants
+tensors. So the result is a `GenerateOutput` that is an array or a tensor as well: `_ArrayOutput`,
+or `_TensorOutput` in a process that uses torch.
 """
 
 from __future__ import annotations
