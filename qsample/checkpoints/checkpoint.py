@@ -133,7 +133,8 @@ class Checkpoint:
         text_only: whether only the language model is read, whatever the type.
     """
 
-    _configured_by: ClassVar[str] = CONFIG  # what holds the configuration, for messages
+    # The name of the configuration in messages.
+    _configured_by: ClassVar[str] = CONFIG
     _weight_type: str | None = None
 
     def __init__(
@@ -147,7 +148,7 @@ class Checkpoint:
         images: bool | None = False,
         text_only: bool = False,
     ) -> None:
-        """The checkpoint of these names; see the class for the others.
+        """Name a checkpoint; nothing is read yet. The other arguments are attributes of the class.
 
         Args:
             dtype: the dtype of the weights: "float32", "float16", or "auto" for float16 if the
@@ -297,7 +298,7 @@ class Checkpoint:
 
     @property
     def _auto_class(self) -> Any:
-        """The class of transformers that loads the model: the text model's, if there is one and it
+        """The class of transformers that loads the model: the text model's, if it exists and
         suffices."""
         has_text_model = type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         reads_images = type(self.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -358,7 +359,7 @@ class Checkpoint:
         scratch: Path | None = None,
         sources: SourceFiles | None = None,
     ) -> PreTrainedModel:
-        """The model in eval mode on the CPU, with eager attention; a new one at each call.
+        """A new copy of the model, in eval mode on the CPU, with eager attention.
 
         Args:
             dtype: the dtype of the weights, in place of the checkpoint's `dtype`.
@@ -394,7 +395,7 @@ class Checkpoint:
         return model
 
     def _warn_of_media(self) -> None:
-        """Warn of what the model reads besides text and is left out."""
+        """Warn that images or audio, which the model also reads, are left out."""
         media = _media(self.config)
         if self.processor is not None:
             media = media.removeprefix("images").removeprefix(" and ")

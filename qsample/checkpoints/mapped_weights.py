@@ -27,7 +27,8 @@ SINGLE: Final = "model.safetensors"
 _FLOAT_DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 # transformers reads weights in the calling thread if this environment variable is set.
 _NO_THREADS_VARIABLE: Final = "HF_DEACTIVATE_ASYNC_LOAD"
-_MAX_HEADER_BYTES: Final = 100 << 20  # as safetensors allows
+# The limit of safetensors itself.
+_MAX_HEADER_BYTES: Final = 100 << 20
 
 
 class Place(NamedTuple):

@@ -1,5 +1,5 @@
-"""Which method quantized the weights of a checkpoint, as its config.json says, and what a reader of
-a method offers.
+"""The method that quantized the weights of a checkpoint, by its config.json, and the interface of
+its reader.
 
 The readers are add-ons: each registers a `QuantizationMethod` in the group `qsample.checkpoints`,
 under the `quant_method` of config.json. Nothing heavy is imported here: a checkpoint that cannot be
@@ -72,7 +72,7 @@ class QuantizationMethod(ABC):
         """How the weights are stored.
 
         Args:
-            options: what config.json states about the quantization.
+            options: the options of the method in the configuration.
             config: the model's configuration, without its quantization.
             model_id: the model's name, for messages.
 
@@ -87,7 +87,7 @@ class StatedQuantization:
 
     Attributes:
         method: a key of `AS_FLOAT`, or the name of a registered method.
-        options: what the configuration says about it.
+        options: the options of the method in the configuration.
     """
 
     method: str

@@ -49,7 +49,7 @@ class QuantizedCheckpoint:
 
         Warns of layers that stay float. Returns the number of layers that have blocks.
         """
-        attached = set()  # the names of layers; a tied table counts once
+        attached = set[str]()  # names, so that a tied table counts once
         for layer in model.modules():
             weight = getattr(layer, "weight", None)
             placeholder = deferred(weight) if isinstance(weight, Tensor) else None

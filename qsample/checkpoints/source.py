@@ -24,7 +24,7 @@ from qsample.errors import QsampleError, UnsupportedModelError
 CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"
 HUB_TIMEOUT_S: Final = 10
-# The files that hold nothing but numbers, which may therefore lie on another disk.
+# Weights may lie on another disk, because only numbers are read from them.
 WEIGHT_SUFFIXES: Final = frozenset((".safetensors", ".bin", ".pt", ".pth"))
 ANOTHER_MODEL: Final = (
     "take a decoder-only language model; docs/architectures.md lists the types that can be exported"
@@ -40,8 +40,8 @@ _OLLAMA_TAG: Final = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
 _OTHER_HEADS: Final = re.compile(
     r".*For(MaskedLM|\w*Classification|\w*QuestionAnswering|\w*Detection|MultipleChoice|CTC)"
 )
-# A file up to this size is known by its content; a larger one, the weights, by size, time of change
-# and samples.
+# Files up to this size are identified by their content; larger files, which hold weights, by size,
+# time of change and samples.
 _MAX_HASHED_BYTES: Final = 1 << 24
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 1 << 12
@@ -57,7 +57,7 @@ _LICENSE: Final = re.compile(r"^license: *[\"']?([\w.+-]{1,64})[\"']? *$", re.MU
 class HubOptions:
     """How a repository of the hub is read: options of transformers, under its names.
 
-    They are checked when the object is made, which raises ValueError for a value of another type. A
+    The values are checked when the object is made: a value of another type raises ValueError. A
     new option is a field here and a keyword in `models.keywords.HubKeywords`.
 
     Attributes:
@@ -343,7 +343,12 @@ def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str)
     """Ask the hub whether a repository has a file. Raises QsampleError if there is no such
     repository, or no answer.
 
-    missing, accepted: parts of the message: what does not exist, and what names are accepted.
+    Args:
+        name: the hub id.
+        missing: the beginning of the message, with the name that does not exist.
+        accepted: the accepted names, for the message.
+        hub: how the hub is read.
+        file: the file that the repository must have.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -376,8 +381,7 @@ def _ask_hub(name: str, missing: str, accepted: str, hub: HubOptions, file: str)
 
 
 def identity_of(source: str, hub: HubOptions, file: str = CONFIG) -> list[Any]:
-    """What distinguishes the states of a model, an adapter or a tokenizer, JSON-ready; nothing is
-    loaded.
+    """A fingerprint of a model, an adapter or a tokenizer, JSON-ready; nothing is loaded.
 
     Args:
         source: a folder or file, known by the names and the content of its files; or a hub id,
@@ -419,8 +423,8 @@ def _files_in(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
 
 
 def file_state(path: Path) -> list[Any]:
-    """What distinguishes the states of a file, JSON-ready: its hash, or of a large file size, time
-    and samples."""
+    """A fingerprint of a file, JSON-ready: the hash of its content, or for a large file its size,
+    time of change and samples."""
     status = path.stat()
     digest = hashlib.sha256()
     with path.open("rb") as file:

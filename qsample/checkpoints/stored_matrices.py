@@ -91,8 +91,8 @@ class IntegerWeight:
         - Inputs that are not in the order of their groups (GPTQ's act-order) are put in order.
         - A group that is larger than a block repeats its scale.
         - With offsets, the zero point is the integer nearest to the level of a weight of 0, so that
-          activations in 8 bits lose as little as with symmetric weights; the offset is what
-          remains.
+          activations in 8 bits lose as little as with symmetric weights; the offset is the
+          remainder.
 
         Args:
             dtype: the dtype of scales and offsets.

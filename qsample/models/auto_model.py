@@ -28,7 +28,8 @@ class AutoModelForCausalLM:
     >>> package.generate("In the beginning", max_new_tokens=8, do_sample=False).texts
     """
 
-    _images: ClassVar[bool | None] = False  # as in `Checkpoint`
+    # Whether images are read, as `Checkpoint` takes it.
+    _images: ClassVar[bool | None] = False
 
     @classmethod
     def from_pretrained(
@@ -120,7 +121,7 @@ class AutoModel(AutoModelForCausalLM):
 
 def _open_package(path: Path, options: OpenOptions) -> PackagedModel:
     """The model of a package. Raises QsampleError for options that only a checkpoint has, or that
-    differ from what the package was exported with."""
+    differ from the package's own."""
     request = options.source
     package = read_package(path, trusted_keys=options.trusted_keys)
     if request.adapter is not None:

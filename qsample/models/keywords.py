@@ -65,7 +65,7 @@ class OpenKeywords(FeatureKeywords, HubKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What the keywords of `from_pretrained` ask for.
+    """The options of `from_pretrained`, sorted by their use.
 
     Attributes:
         source: the model to open.
@@ -74,7 +74,8 @@ class OpenOptions:
             accepted.
         provider: the execution provider of `generate`; None for the default.
         device_map: transformers' choice of a device.
-        trusted_keys: the keys of which one has signed the package; None accepts every package.
+        trusted_keys: public keys; a package must be signed with one of them. None accepts every
+            package.
     """
 
     source: SourceRequest
@@ -86,7 +87,7 @@ class OpenOptions:
 
 
 def read_keywords(name: str, given: OpenKeywords, *, images: bool | None) -> OpenOptions:
-    """What the keywords of `from_pretrained` ask for.
+    """Check the keywords of `from_pretrained`, and sort them by their use.
 
     Args:
         name: the hub id, folder or file to open.
@@ -128,7 +129,7 @@ def read_keywords(name: str, given: OpenKeywords, *, images: bool | None) -> Ope
 
 
 def hub_options(keywords: DownloadKeywords) -> HubOptions:
-    """How the hub is read, by the keywords among others. Raises ValueError for a value of another
+    """The options of the hub among the keywords. Raises ValueError for a value of another
     type."""
     names = {entry.name for entry in fields(HubOptions)}
     given: dict[str, Any] = {name: value for name, value in keywords.items() if name in names}
@@ -136,7 +137,7 @@ def hub_options(keywords: DownloadKeywords) -> HubOptions:
 
 
 def _features(keywords: OpenKeywords) -> Features:
-    """The features of the graph, by the keywords among others. Raises ValueError for a value that
+    """The features of the graph that the keywords choose. Raises ValueError for a value that
     is not accepted."""
     names = {entry.metadata.get("argument", entry.name): entry.name for entry in fields(Features)}
     given: dict[str, Any] = {

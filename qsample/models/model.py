@@ -51,7 +51,8 @@ class Model(ModelMethods):
     """The verbs of every model: `compile` and `generate`. Its sessions are loaded when they are
     first needed."""
 
-    _export_share: ClassVar[float] = 0.0  # the part of the time of `compile` that an export takes
+    # The share of the time of `compile` that an export takes.
+    _export_share: ClassVar[float] = 0.0
 
     def __init__(self, provider: str | None) -> None:
         self._provider = provider
@@ -226,10 +227,10 @@ class PackagedModel(Model):
         Args:
             package: the package.
             provider: the execution provider; None for the package's own, otherwise "cpu".
-            holding: what is released with the last reference to this object: the package's
+            holding: an object that is released with the last reference to this one: the package's
                 temporary folder, or the lock that keeps it in the cache.
-            trusted_keys: the keys of which one must have signed the package, checked again when its
-                sessions are loaded; None for no check.
+            trusted_keys: public keys; the package must be signed with one of them, also when its
+                sessions are loaded. None accepts every package.
         """
         super().__init__(provider)
         self.package = package
@@ -314,7 +315,7 @@ class SourceModel(Model):
         """The model of a source.
 
         Args:
-            source: what is exported.
+            source: the source that is exported.
             features: the features of its graph.
             provider: the execution provider of `generate`; by default "cpu".
         """

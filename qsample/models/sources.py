@@ -90,6 +90,7 @@ class ModelSource(ABC):
     """What a package is made from: a `WeightSource` or a `GraphSource`.
 
     Attributes:
+        kind: a noun for messages, such as "checkpoint".
         model_id: a hub id, a folder or a file.
         file: the file of a repository that is read; None for config.json and the files that it
             implies.
@@ -97,7 +98,7 @@ class ModelSource(ABC):
         hub: how the hub is read.
     """
 
-    kind: ClassVar[str]  # a noun for messages, such as "checkpoint"
+    kind: ClassVar[str]
 
     model_id: str
     file: str | None = None
@@ -122,7 +123,7 @@ class ModelSource(ABC):
         return replace(self, hub=replace(self.hub, revision=commit))
 
     def download_newest(self) -> None:
-        """Make the hub's newest commit the one that `pinned` and `identity` find. Raises
+        """Download the hub's newest commit, so that `pinned` and `identity` refer to it. Raises
         QsampleError if neither the hub nor the cache of downloads has the model."""
         newest_commit(self.model_id, self.hub, self._tested_file)
 
@@ -151,7 +152,7 @@ class ModelSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSource(ModelSource):
-    """Weights and a configuration, which transformers' code makes a model of.
+    """Weights and a configuration, from which transformers makes a model.
 
     Attributes:
         dtype: the dtype of the weights, as `Checkpoint` takes it.
@@ -249,11 +250,14 @@ class SourceDescription:
 class SourceKind(ABC):
     """A kind of source. An add-on registers an instance in the group `qsample.sources`.
 
-    The module of the instance imports neither torch nor transformers: each kind is asked for every
-    path.
+    The module of the instance imports neither torch nor transformers, because each kind is asked
+    about every path.
+
+    Attributes:
+        precedence: the place of the kind; kinds are asked in ascending order.
     """
 
-    precedence: ClassVar[int]  # kinds are asked in ascending order
+    precedence: ClassVar[int]
 
     @abstractmethod
     def find(self, request: SourceRequest) -> ModelSource | None:
@@ -288,7 +292,7 @@ def find_source(request: SourceRequest) -> ModelSource:
 
 
 def describe_source(path: Path) -> SourceDescription | None:
-    """What the files of an add-on's kind at a path are; None for a path of no such kind."""
+    """Describe the files at a path, if an add-on knows their kind; otherwise None."""
     for kind in _kinds():
         description = kind.describe(path)
         if description is not None:
@@ -309,8 +313,8 @@ def _kinds() -> list[SourceKind]:
 
 def _find_checkpoint(request: SourceRequest) -> CheckpointSource:
     exists = os.path.exists(request.name)
-    # Without transformers the hub is asked at once, so that a mistyped name fails as one, and not
-    # for a missing library.
+    # If transformers is missing, the hub is asked right away: a mistyped name is then reported as
+    # such, and not as a missing library.
     ask_hub = not exists and find_spec("transformers") is None
     check_exists(request.name, request.hub if ask_hub else None)
     if exists:

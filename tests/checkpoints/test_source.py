@@ -276,7 +276,7 @@ def test_folders_are_refused_without_torch(
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_what_is_there(tmp_path: Path) -> None:
+def test_names_that_exist(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     check_exists(str(tmp_path))
     check_exists(

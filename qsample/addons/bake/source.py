@@ -1,4 +1,4 @@
-"""Decoder files of other exporters as a source of models: which paths hold one, and how one becomes
+"""Decoder files of other exporters as a source of models: the paths that hold one, and its way into
 a package.
 
 Neither onnx nor torch is imported until a file is read.

@@ -25,7 +25,8 @@ from qsample.checks import is_integer, is_number
 from qsample.disk.untrusted import parse_json
 
 _STATE_PREFIX: Final = "weight.quant_state.bitsandbytes__"
-_MAX_OFFSET: Final = 3e38  # below the largest float32
+# It is below the largest float32.
+_MAX_OFFSET: Final = 3e38
 
 
 class Int8:
@@ -174,7 +175,7 @@ class _NestedScales:
 def _nested_scales(
     parts: Mapping[str, Tensor], steps: Tensor, options: Mapping[str, Any], count: int
 ) -> _NestedScales:
-    """How `count` scales are quantized. Raises ValueError if the parts do not fit one another."""
+    """The quantization of `count` scales. Raises ValueError if the parts do not fit one another."""
     block_size = options.get("nested_blocksize")
     mean = options.get("nested_offset")
     if not is_integer(block_size, 1) or not is_number(mean, -_MAX_OFFSET, _MAX_OFFSET):

@@ -62,7 +62,11 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """The layout of compressed-tensors. schemes: those of the configuration's groups."""
+    """The layout of compressed-tensors.
+
+    Attributes:
+        schemes: the schemes of the configuration's groups.
+    """
 
     schemes: tuple[Scheme, ...]
     mark: ClassVar = "weight_scale"
@@ -294,7 +298,7 @@ def _weight_groups(options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _problem(options: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What makes a checkpoint unreadable, as the end of a sentence; None if it can be read."""
+    """The reason why a checkpoint cannot be read, as the end of a sentence; None if it can."""
     sparsity = options.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         return f"its weights are sparse ({shown(sparsity['format'], 40)})"
@@ -387,12 +391,12 @@ def _zero_points(parts: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _as_matrix(numbers: Tensor) -> Tensor:
-    """One number, or one for each row, as [N, 1]."""
+    """The numbers as a matrix; one number, or one for each row, becomes [N, 1]."""
     return numbers.reshape(-1, 1) if numbers.ndim < 2 else numbers
 
 
 def _words(levels: int, bits: int) -> int:
-    """The number of words that hold so many levels."""
+    """The number of words that so many levels fill."""
     return -(-levels * bits // _WORD_BITS)
 
 

@@ -223,7 +223,7 @@ def _check_groups(g_idx: torch.Tensor, groups: int, group_size: int) -> None:
 
 
 def _words(levels: int, bits: int) -> int:
-    """The number of words that hold so many levels."""
+    """The number of words that so many levels fill."""
     return -(-levels * bits // _WORD_BITS)
 
 

@@ -106,7 +106,7 @@ def test_quantized_activations_are_left_out_with_a_note(
         (stated(config_groups={"W4A16": ["Linear"]}), "its config_groups have no weights"),
     ],
 )
-def test_what_cannot_be_read(options: dict[str, Any], message: str) -> None:
+def test_unreadable_configurations(options: dict[str, Any], message: str) -> None:
     with pytest.raises(
         UnsupportedModelError, match=rf"^some/model is quantized .* cannot be read: .*{message}"
     ):

@@ -515,7 +515,7 @@ def config(**options: Any) -> Any:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
+def test_unreadable_configurations_are_refused(stated: Any, message: str) -> None:
     if isinstance(stated, dict):
         stated = {"quant_method": "gptq", "bits": 4} | stated
     with pytest.raises(
@@ -548,7 +548,7 @@ def test_what_cannot_be_read_is_refused(stated: Any, message: str) -> None:
         ),
     ],
 )
-def test_what_is_read(options: dict[str, Any], read: Quantization) -> None:
+def test_readable_configurations(options: dict[str, Any], read: Quantization) -> None:
     assert packing_of(config(**options), "some/model") == read
 
 

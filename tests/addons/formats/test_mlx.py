@@ -31,7 +31,7 @@ from qsample.errors import UnsupportedModelError
         ),
     ],
 )
-def test_options(options: dict[str, Any], wanted: Mlx) -> None:
+def test_options_of_layers(options: dict[str, Any], wanted: Mlx) -> None:
     assert read_options(options, "some/model") == wanted
 
 
@@ -49,7 +49,7 @@ def test_options(options: dict[str, Any], wanted: Mlx) -> None:
         *({"mode": ["affine"]}, {"bits": 4, "model.layers.0.mlp": {"bits": 1}}),
     ],
 )
-def test_what_cannot_be_read(options: dict[str, Any]) -> None:
+def test_unreadable_options(options: dict[str, Any]) -> None:
     with pytest.raises(
         UnsupportedModelError,
         match=r"^some/model is quantized with mlx in a form .* affine with 2, 3, 4",

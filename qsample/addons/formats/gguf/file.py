@@ -27,14 +27,16 @@ from qsample.disk.untrusted import open_plain
 from qsample.errors import QsampleError, UnsupportedModelError, shown
 
 SUFFIX: Final = ".gguf"
-_MAGIC: Final = b"GGUF"  # the first bytes of every file
+# The first bytes of every file.
+_MAGIC: Final = b"GGUF"
 _READ_VERSIONS: Final = (2, 3)
 _PART: Final = re.compile(r".+-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
 # Bytes, as many as safetensors allows. Vocabularies of 262,144 tokens take a tenth of it.
 _MAX_HEADER_BYTES: Final = 100 << 20
 # The values in all arrays together. Vocabularies of 262,144 tokens have a third of them.
 _MAX_ARRAY_VALUES: Final = 1 << 22
-_MAX_NAMES: Final = 1 << 16  # keys of metadata, and also tensors
+# The limit for the keys of metadata, and for the tensors.
+_MAX_NAMES: Final = 1 << 16
 _MAX_RANK: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32  # bytes
 _MAX_ALIGNMENT: Final = 1 << 20  # bytes
@@ -242,8 +244,14 @@ def read_gguf(path: Path) -> GgufFile:
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """An entry of the header's list of tensors. type_number: ggml's number. offset: from the start
-    of the data."""
+    """An entry of the header's list of tensors.
+
+    Attributes:
+        name: llama.cpp's name.
+        shape: the sizes in torch's order.
+        type_number: ggml's number of the type.
+        offset: the first byte, counted from the start of the data.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -412,8 +420,8 @@ class _HeaderReader:
         return values
 
     def _advance(self, length: int, what: str) -> int:
-        """Go on behind the next `length` bytes, and return where they begin. what: their meaning,
-        for messages."""
+        """Skip `length` bytes, and return the position of the first. what: their meaning, for
+        messages."""
         begin = self._position
         self._position += length
         if self._position > self._end:

@@ -82,10 +82,15 @@ _GEMMA3_27B_LAYERS: Final = 62
 
 class ExpertLayout(Enum):
     """How transformers holds the gates and the up projections of a layer's experts in a single
-    weight."""
+    weight.
 
-    JOINED = auto()  # all rows of the gate above all rows of up
-    ALTERNATING = auto()  # rows of gate and up in turns, then transposed
+    Attributes:
+        JOINED: all rows of the gate lie above all rows of the up projection.
+        ALTERNATING: the rows of both take turns, and the weight is transposed.
+    """
+
+    JOINED = auto()
+    ALTERNATING = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,12 @@ GGUF: Final = GgufKind()
 
 @dataclass(frozen=True, slots=True)
 class GgufLocation:
-    """Where a GGUF file is: the path `model_id`, or the `file` of a hub id."""
+    """Where a GGUF file is.
+
+    Attributes:
+        model_id: a path, or a hub id.
+        file: the name of the file in the repository of a hub id; None for a path.
+    """
 
     model_id: str
     file: str | None = None

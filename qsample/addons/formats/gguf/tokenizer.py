@@ -247,7 +247,8 @@ def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
             f"{_REMEDY}"
         )
     ids = metadata.ids
-    merges: dict[tuple[str, str], None] = {}  # of equal merges, the first counts
+    # The first of equal merges counts.
+    merges: dict[tuple[str, str], None] = {}
     for text in metadata.needed("merges", str):
         cut = text.find(" ", 1)
         left = text[:cut]
@@ -320,7 +321,13 @@ class _Metadata:
         self._values = file.metadata
 
     def value(self, key: str, kind: type, default: Any = None) -> Any:
-        """A text or a bool; the default if it is missing. key: with a point in it, a whole key."""
+        """A text or a bool.
+
+        Args:
+            key: the key without `_KEY_PREFIX`, or a whole key if there is a point in it.
+            kind: str or bool.
+            default: the value if the key is missing.
+        """
         value = self._values.get(_whole_key(key))
         if value is None:
             return default
@@ -405,7 +412,7 @@ class _Metadata:
         return found if has_several else found.get("default")
 
     def error(self, key: str, problem: str) -> QsampleError:
-        """The error for a value. problem: what is wrong, behind the key."""
+        """The error for a value. problem: the words behind the key."""
         return QsampleError(
             f"{self.path}: {_whole_key(key)} {problem}; convert or download the file again, or {_REMEDY}"
         )

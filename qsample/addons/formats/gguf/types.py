@@ -24,7 +24,8 @@ _IQ4_WEIGHTS: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16
 )
 _TWICE_E2M1: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
-_MAX_SCALE: Final = 1e36  # no weight becomes infinite
+# With larger scales, weights could become infinite.
+_MAX_SCALE: Final = 1e36
 
 
 def read_rows(file: GgufFile, tensor: GgufTensor, rows: slice | Array) -> IntegerWeight:
@@ -233,7 +234,7 @@ def _float16(blocks: Array, at: int) -> Array:
 
 
 def _levels_by_table(weights: Array, bits: int, codes: Array) -> Array:
-    """The levels of so many bits that stand for the weights of a table at these codes."""
+    """The levels of `bits` bits that stand for the weights of a table at these codes."""
     return (weights + (1 << bits - 1)).astype(np.uint8)[codes]
 
 
