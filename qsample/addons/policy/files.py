@@ -1,5 +1,8 @@
-"""Writes the policy components of `graphs.py`: to a folder with the YAML that declares them, or in place of the
-sampler of an ONNX workflow package."""
+"""Writes the policy components of `graphs.py` as files.
+
+They go to a folder, with the YAML that declares them, or take the place of the sampler of an ONNX
+workflow package.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from qsample.addons.policy.graphs import (
     sampler_ports,
 )
 from qsample.contract.interface import GraphSpec
-from qsample.contract.tensors import VOCAB
+from qsample.contract.tensors import VOCAB, TensorSpec
 from qsample.disk.scratch import ScratchFolder
 from qsample.disk.space import full_disk_named
 from qsample.disk.untrusted import read_text
@@ -36,8 +39,17 @@ COMPONENTS: Final = "components.yaml"
 CONTRACT: Final = f"{SAMPLER}@{VERSION}"
 _FOLDER: Final = "policies"
 _ARTIFACT: Final = f"{_FOLDER}/qsample_token_sampler.onnx"
-_LARGEST: Final = 1 << 24  # bytes of a package's metadata
+_MAX_METADATA_BYTES: Final = 1 << 24
 _PARAMETERS: Final = {"batching": "per_row", "inactive_rows": "preserve"}
+
+
+@dataclass(frozen=True)
+class _PolicyGraph:
+    """A component that is written: the contract, its tensors, and the graph."""
+
+    contract_id: str
+    ports: GraphSpec
+    model: ir.Model
 
 
 def write_policy(
@@ -48,32 +60,38 @@ def write_policy(
     provider: str = "cpu",
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write sampler, termination and state update, and `components.yaml` that declares them, and return the files.
+    """Write sampler, termination and state update, and `components.yaml`, which declares them.
 
     Args:
-        out: the folder, made if it is missing. Other files in it stay.
-        vocab_size: V of the sampler.
-        contract: of the sampler; "onnx-genai.token-sampler@2" is the only one.
-        provider: except for "cpu", the sampler has no control flow, so that CUDA can capture it.
+        out: the folder, which is made if it is missing. Other files in it stay.
+        vocab_size: V of the sampler, at least 1.
+        contract: the contract of the sampler; "onnx-genai.token-sampler@2" is the only one.
+        provider: the execution provider. Except for "cpu", the sampler has no control flow, so that
+            CUDA can capture it.
         overwrite: replace files of these names.
 
-    Raises ValueError for another contract and a vocabulary below 1, PackageError if a file exists or cannot be written.
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: the contract is another one, or the vocabulary is empty.
+        PackageError: a file exists or cannot be written.
     """
     _check_contract(contract)
-    models: dict[str, tuple[str, GraphSpec, ir.Model]] = {
-        "token_sampler": (SAMPLER, sampler_ports(), _sampler(vocab_size, provider)),
-        "termination": (TERMINATION, TERMINATION_PORTS, build_termination()),
-        "token_state_update": (STATE_UPDATE, STATE_UPDATE_PORTS, build_state_update()),
+    graphs = {
+        "token_sampler": _PolicyGraph(SAMPLER, sampler_ports(), _sampler(vocab_size, provider)),
+        "termination": _PolicyGraph(TERMINATION, TERMINATION_PORTS, build_termination()),
+        "token_state_update": _PolicyGraph(STATE_UPDATE, STATE_UPDATE_PORTS, build_state_update()),
     }
-    components = {
-        name: _declaration(identity, f"{_FOLDER}/{name}.onnx", ports, {VOCAB: vocab_size})
-        for name, (identity, ports, _) in models.items()
-    }
+    components: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    for name, graph in graphs.items():
+        artifact = f"{_FOLDER}/{name}.onnx"
+        components[name] = _declaration(graph, artifact, {VOCAB: vocab_size})
+        files[artifact] = _as_bytes(graph.model)
     text = yaml.safe_dump({"components": components}, sort_keys=False)
-    files: dict[str, bytes] = {
-        f"{_FOLDER}/{name}.onnx": _as_bytes(model) for name, (_, _, model) in models.items()
-    }
-    return _write(Path(out), files | {COMPONENTS: text.encode()}, overwrite=overwrite)
+    files[COMPONENTS] = text.encode()
+    return _write(Path(out), files, overwrite=overwrite)
 
 
 def replace_sampler(
@@ -84,52 +102,57 @@ def replace_sampler(
     provider: str = "cpu",
     overwrite: bool = False,
 ) -> Path:
-    """Write a sampler into a workflow package, in place of the package's; the old file stays. Returns the new file.
+    """Write a sampler into a workflow package, in place of the package's; the old file stays.
 
     Args:
-        package: the folder, with inference_metadata.yaml. Of that file, only the sampler's `artifact` changes.
-        contract, provider: as for `write_policy`.
-        vocab_size: V; by default as the package's ports say.
+        package: the folder, with inference_metadata.yaml. In that file, only the `artifact` of the
+            sampler changes.
+        contract: the contract of the sampler, see `write_policy`.
+        vocab_size: V; by default the size in the ports of the package.
+        provider: the execution provider, see `write_policy`.
         overwrite: replace a sampler that was written before.
 
-    Raises ValueError for another contract and if V is unknown, PackageError if the package has no such component, does
-    not allow to replace it, or has other ports.
+    Returns:
+        The new file.
+
+    Raises:
+        ValueError: the contract is another one, or V is unknown.
+        PackageError: the package has no such component, does not allow its replacement, or has
+            other ports.
     """
     _check_contract(contract)
     folder = Path(package)
     path = folder / METADATA
     try:
-        text = read_text(path, _LARGEST)
+        text = read_text(path, _MAX_METADATA_BYTES)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise PackageError(
-            f"cannot read {path} ({error!s:.200}); give the folder of a workflow package, with {METADATA}"
+            f"cannot read {path} ({error!s:.200}); give the folder of a workflow package, with "
+            f"{METADATA}"
         ) from error
-    found = _Component.of(path, document)
-    size = found.vocab_size(document) if vocab_size is None else vocab_size
+    component = _read_component(path, document)
+    size = component.vocab_size(document) if vocab_size is None else vocab_size
     if size is None:
         raise ValueError(
             f"{path} does not say how many tokens its logits have; give vocab_size (--vocab-size)"
         )
-    model = _sampler(size, provider, positions=found.positions)
+    model = _sampler(size, provider, positions=component.positions)
     for value in (*model.graph.inputs, *model.graph.outputs):
-        value.name = found.bindings[str(value.name)]
-    place = _find(
-        root, ("pipeline", "workflow", "components", found.name, "implementation", "artifact")
-    )
-    changed = (
-        text
-        if place is None
-        else text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
-    )
-    if _artifacts(yaml.safe_load(changed)) != _artifacts(document) | {found.name: _ARTIFACT}:
+        value.name = component.bindings[str(value.name)]
+    keys = ("pipeline", "workflow", "components", component.name, "implementation", "artifact")
+    place = _find(root, keys)
+    changed = text
+    if place is not None:
+        changed = text[: place.start_mark.index] + _ARTIFACT + text[place.end_mark.index :]
+    if _artifacts(yaml.safe_load(changed)) != _artifacts(document) | {component.name: _ARTIFACT}:
         raise PackageError(
-            f"{path} has the file of {found.name} in a part that stands for several; edit it by hand"
+            f"{path} has the file of {component.name} in a part that stands for several; edit it by "
+            "hand"
         )
-    _write(
-        folder, {_ARTIFACT: _as_bytes(model)}, overwrite=overwrite or found.artifact == _ARTIFACT
-    )
+    is_written_before = component.artifact == _ARTIFACT
+    _write(folder, {_ARTIFACT: _as_bytes(model)}, overwrite=overwrite or is_written_before)
     _write(folder, {METADATA: changed.encode()}, overwrite=True)
     return folder / _ARTIFACT
 
@@ -145,81 +168,19 @@ def _sampler(vocab_size: int, provider: str, *, positions: bool = False) -> ir.M
 
 @dataclass(frozen=True)
 class _Component:
-    """The sampler of a workflow package. bindings: contract role → port. ports: port → its axes, sizes or names."""
+    """The sampler of a workflow package.
+
+    Attributes:
+        name: the name of the component.
+        artifact: the file of the component.
+        bindings: the port of each role of the contract.
+        ports: the axes of each port, as sizes or names.
+    """
 
     name: str
     artifact: str
     bindings: Mapping[str, str]
     ports: Mapping[str, list[Any]]
-
-    @classmethod
-    def of(cls, path: Path, document: Any) -> _Component:
-        """Raises PackageError, whose message names what is missing or different."""
-        components = _mapping(path, document, "pipeline", "workflow", "components")
-        contracts = {name: _contract_of(component) for name, component in components.items()}
-        names = [name for name, contract in contracts.items() if contract == CONTRACT]
-        if len(names) != 1:
-            listed = (
-                ", ".join(f"{name}: {contract}" for name, contract in contracts.items() if contract)
-                or "none"
-            )
-            raise PackageError(
-                f"{path} has {len(names)} components of {CONTRACT}, and a single one is replaced ({listed:.300})"
-            )
-        (name,) = names
-        component = components[name]
-        implementation, contract = (
-            _mapping(path, component, key) for key in ("implementation", "contract")
-        )
-        kind, artifact, effects = (
-            implementation.get("kind"),
-            implementation.get("artifact"),
-            component.get("effects"),
-        )
-        overridable = component.get("application_overridable") is True
-        given = _mapping(path, contract, "parameters")
-        for is_right, problem in (
-            (overridable, "is not application_overridable, so its sampler may not be replaced"),
-            (not effects, f"has effects, and the sampler has none: {shown(effects)}"),
-            (
-                kind == "onnx" and isinstance(artifact, str),
-                f"is {shown(kind)}; only an ONNX file is replaced",
-            ),
-            *(
-                (
-                    given.get(key) == value,
-                    f"has {key} {shown(given.get(key))}; the sampler's is {value!r}",
-                )
-                for key, value in _PARAMETERS.items()
-            ),
-        ):
-            if not is_right:
-                raise PackageError(f"{path}: {name} {problem}")
-        bindings = _mapping(path, contract, "bindings")
-        ports: dict[str, list[Any]] = {}
-        spec = sampler_ports()
-        for side, tensors in (("inputs", spec.inputs), ("outputs", spec.outputs)):
-            declared = _mapping(path, component, "ports", side)
-            if sorted(declared) != sorted(str(bindings.get(tensor.name)) for tensor in tensors):
-                roles = ", ".join(tensor.name for tensor in tensors)
-                raise PackageError(
-                    f"{path}: the {side} of {name} are {', '.join(declared)}; they must be bound to {roles}"
-                )
-            for tensor in tensors:
-                port = declared[bindings[tensor.name]]
-                axes = port.get("shape") if isinstance(port, dict) else None
-                ranks = (2, 3) if tensor.name == "logits" else (len(tensor.axes),)
-                if (
-                    not isinstance(axes, list)
-                    or len(axes) not in ranks
-                    or port.get("dtype") != tensor.dtype
-                ):
-                    raise PackageError(
-                        f"{path}: port {bindings[tensor.name]} of {name} is {shown(port, 120)}; the sampler's "
-                        f"{tensor.name} is {tensor.dtype} with {' or '.join(map(str, ranks))} axes"
-                    )
-                ports[bindings[tensor.name]] = axes
-        return cls(name, str(artifact), bindings, ports)
 
     @property
     def positions(self) -> bool:
@@ -227,26 +188,109 @@ class _Component:
         return len(self.ports[self.bindings["logits"]]) == 3
 
     def vocab_size(self, document: Any) -> int | None:
-        """V by the port of the logits, or else by the other components' ports; None if they do not agree."""
+        """V as the port of the logits says, or else the ports of other components.
+
+        None if none of them says it, or if they differ.
+        """
         own = self.ports[self.bindings["logits"]][-1]
         sizes = {own} if isinstance(own, int) else set(_logit_sizes(document))
         return sizes.pop() if len(sizes) == 1 else None
 
 
+def _read_component(path: Path, document: Any) -> _Component:
+    """Read the sampler of a workflow, and check that it can be replaced.
+
+    Raises:
+        PackageError: the message names the missing or different part.
+    """
+    components = _mapping(path, document, "pipeline", "workflow", "components")
+    name = _sampler_name(path, components)
+    component = components[name]
+    implementation = _mapping(path, component, "implementation")
+    contract = _mapping(path, component, "contract")
+    problem = _obstacle(component, implementation, _mapping(path, contract, "parameters"))
+    if problem is not None:
+        raise PackageError(f"{path}: {name} {problem}")
+    bindings = _mapping(path, contract, "bindings")
+    ports: dict[str, list[Any]] = {}
+    spec = sampler_ports()
+    for side, tensors in (("inputs", spec.inputs), ("outputs", spec.outputs)):
+        declared = _mapping(path, component, "ports", side)
+        if sorted(declared) != sorted(str(bindings.get(tensor.name)) for tensor in tensors):
+            roles = ", ".join(tensor.name for tensor in tensors)
+            raise PackageError(
+                f"{path}: the {side} of {name} are {', '.join(declared)}; they must be bound to "
+                f"{roles}"
+            )
+        for tensor in tensors:
+            port = bindings[tensor.name]
+            ports[port] = _port_axes(path, name, port, declared[port], tensor)
+    return _Component(name, str(implementation.get("artifact")), bindings, ports)
+
+
+def _sampler_name(path: Path, components: Mapping[str, Any]) -> str:
+    """The name of the only component with the contract of the sampler."""
+    contracts = {name: _contract_of(component) for name, component in components.items()}
+    names = [name for name, contract in contracts.items() if contract == CONTRACT]
+    if len(names) != 1:
+        others = [f"{name}: {contract}" for name, contract in contracts.items() if contract]
+        listed = ", ".join(others) or "none"
+        raise PackageError(
+            f"{path} has {len(names)} components of {CONTRACT}, and a single one is replaced "
+            f"({listed:.300})"
+        )
+    return names[0]
+
+
+def _obstacle(
+    component: Any, implementation: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> str | None:
+    """The reason why a component cannot be replaced, as the end of a sentence; None if it can."""
+    if component.get("application_overridable") is not True:
+        return "is not application_overridable, so its sampler may not be replaced"
+    effects = component.get("effects")
+    if effects:
+        return f"has effects, and the sampler has none: {shown(effects)}"
+    kind = implementation.get("kind")
+    if kind != "onnx" or not isinstance(implementation.get("artifact"), str):
+        return f"is {shown(kind)}; only an ONNX file is replaced"
+    for key, value in _PARAMETERS.items():
+        if parameters.get(key) != value:
+            return f"has {key} {shown(parameters.get(key))}; the sampler's is {value!r}"
+    return None
+
+
+def _port_axes(path: Path, name: str, port: str, declared: Any, tensor: TensorSpec) -> list[Any]:
+    """The axes of a port, after a comparison with the sampler's tensor.
+
+    Args:
+        path: the metadata of the package.
+        name: the component.
+        port: the name of the port.
+        declared: the declaration of the port.
+        tensor: the tensor of the sampler that is bound to the port.
+    """
+    axes = declared.get("shape") if isinstance(declared, dict) else None
+    ranks = (2, 3) if tensor.name == "logits" else (len(tensor.axes),)
+    if isinstance(axes, list) and len(axes) in ranks and declared.get("dtype") == tensor.dtype:
+        return axes
+    raise PackageError(
+        f"{path}: port {port} of {name} is {shown(declared, 120)}; the sampler's {tensor.name} is "
+        f"{tensor.dtype} with {' or '.join(map(str, ranks))} axes"
+    )
+
+
 def _artifacts(document: Any) -> dict[str, Any]:
-    """The file of each component."""
-    components = document["pipeline"]["workflow"]["components"]
-    parts = {
-        name: component for name, component in components.items() if isinstance(component, dict)
-    }
-    return {
-        name: (component.get("implementation") or {}).get("artifact")
-        for name, component in parts.items()
-    }
+    """The file of each component, by the component's name."""
+    artifacts: dict[str, Any] = {}
+    for name, component in document["pipeline"]["workflow"]["components"].items():
+        if isinstance(component, dict):
+            artifacts[name] = (component.get("implementation") or {}).get("artifact")
+    return artifacts
 
 
 def _logit_sizes(document: Any) -> Iterator[int]:
-    """The last axis of each output that a component gives the role of logits."""
+    """The last axis of each output that has the role of logits."""
     for component in document["pipeline"]["workflow"]["components"].values():
         ports = (component.get("ports") if isinstance(component, dict) else None) or {}
         for name, role in (ports.get("roles") or {}).items():
@@ -256,11 +300,13 @@ def _logit_sizes(document: Any) -> Iterator[int]:
 
 
 def _contract_of(component: Any) -> str:
+    """The contract of a component, "id@version"; empty if it has none."""
     contract = component.get("contract") if isinstance(component, dict) else None
     return f"{contract.get('id')}@{contract.get('version')}" if isinstance(contract, dict) else ""
 
 
 def _mapping(path: Path, value: Any, *keys: str) -> dict[str, Any]:
+    """The mapping at a path of keys; PackageError names the missing part."""
     for index, key in enumerate(keys):
         value = value.get(key) if isinstance(value, dict) else None
         if not isinstance(value, dict):
@@ -272,41 +318,50 @@ def _mapping(path: Path, value: Any, *keys: str) -> dict[str, Any]:
 
 
 def _find(node: Any, keys: tuple[str, ...]) -> Any:
-    """The scalar of a YAML document at a path of keys, with its place in the text."""
+    """The scalar of a YAML document at a path of keys, with its place in the text.
+
+    None if YAML merges a part of the path from another place.
+    """
     for key in keys:
         node = next((value for name, value in node.value if name.value == key), None)
-        if node is None:  # merged from elsewhere
+        if node is None:
             return None
     return node
 
 
-def _declaration(
-    identity: str, artifact: str, ports: GraphSpec, sizes: Mapping[str, int]
-) -> dict[str, Any]:
-    def declared(name: str, dtype: str, axes: tuple[Any, ...]) -> dict[str, Any]:
-        aligned = (
-            {"batch_layout": {"kind": "request_aligned", "axis": 0}} if axes[0] == "batch" else {}
-        )
-        return {"dtype": dtype, "shape": [sizes.get(axis, axis) for axis in axes], **aligned}
+def _declaration(graph: _PolicyGraph, artifact: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The declaration of a component, for YAML.
 
-    sides = {
-        side: {spec.name: declared(spec.name, spec.dtype, spec.axes) for spec in specs}
-        for side, specs in (("inputs", ports.inputs), ("outputs", ports.outputs))
-    }
-    names = [spec.name for spec in (*ports.inputs, *ports.outputs)]
-    contract = {
-        "id": identity,
-        "version": VERSION,
-        "equivalence": "semantic",
-        "bindings": {name: name for name in names},
-        "parameters": dict(_PARAMETERS),
-    }
+    Args:
+        graph: the component.
+        artifact: the file of the component.
+        sizes: the sizes of named axes; other names stay.
+    """
+    tensors = (*graph.ports.inputs, *graph.ports.outputs)
     return {
         "implementation": {"kind": "onnx", "artifact": artifact},
-        "ports": sides,
-        "contract": contract,
-        "application_overridable": identity == SAMPLER,
+        "ports": {
+            "inputs": {spec.name: _port(spec, sizes) for spec in graph.ports.inputs},
+            "outputs": {spec.name: _port(spec, sizes) for spec in graph.ports.outputs},
+        },
+        "contract": {
+            "id": graph.contract_id,
+            "version": VERSION,
+            "equivalence": "semantic",
+            "bindings": {spec.name: spec.name for spec in tensors},
+            "parameters": dict(_PARAMETERS),
+        },
+        "application_overridable": graph.contract_id == SAMPLER,
     }
+
+
+def _port(spec: TensorSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The declaration of a tensor."""
+    shape = [sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in spec.axes]
+    port: dict[str, Any] = {"dtype": spec.dtype, "shape": shape}
+    if spec.axes[0] == "batch":
+        port["batch_layout"] = {"kind": "request_aligned", "axis": 0}
+    return port
 
 
 def _as_bytes(model: ir.Model) -> bytes:
@@ -315,12 +370,21 @@ def _as_bytes(model: ir.Model) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list[Path]:
-    """Write files below a folder, each whole or not at all."""
+    """Write files below a folder, each completely or not at all.
+
+    Args:
+        folder: the folder, which is made if it is missing.
+        files: the content of each file, by its path in the folder.
+        overwrite: replace existing files.
+
+    Returns:
+        The paths of the files.
+    """
     paths = [folder / name for name in files]
-    taken = [path for path in paths if os.path.lexists(path)]
-    if taken and not overwrite:
+    existing = [path for path in paths if os.path.lexists(path)]
+    if existing and not overwrite:
         raise PackageError(
-            f"{taken[0]} exists; give overwrite (--overwrite) to replace it, or another folder"
+            f"{existing[0]} exists; give overwrite (--overwrite) to replace it, or another folder"
         )
     try:
         with full_disk_named(folder):

@@ -1,18 +1,22 @@
-"""A number of Philox4x32-10 for each row, computed inside a decode step from the row's seed and position.
+"""A number of Philox4x32-10 for each row, computed inside a decode step from the row's seed and
+position.
 
-The numbers equal those of the noise buffers, which `qsample.sampler.philox` defines and computes. Every execution
-provider has the operators used here, and a whole buffer would take more than ten times as long.
+The numbers equal those of the noise buffers, which `qsample.sampler.philox` defines and computes.
+Every execution provider has the operators used here, and a whole buffer would take more than ten
+times as long.
 
 Words are held as hexadecimal digits, an element each. In each of the ten rounds,
 
-1. a matrix multiplies both words by their constants and adds up the partial products: it gives the sum at each digit
+1. a matrix multiplies both words by their constants and adds up the partial products: it gives the
+sum at each digit
    and, as a fraction, the carry of a group of five digits into that digit;
 2. Floor makes carries of the fractions, and a second matrix adds the carries from the group below;
-3. a third matrix puts each digit of the product next to the two digits that it is XORed with: an index into a table of
+3. a third matrix puts each digit of the product next to the two digits that it is XORed with: an
+index into a table of
    16**3 results.
 
-All of that is exact. In any order of additions, a sum has at most 24 bits. The operands of MatMul and Gemm have at
-most 11, because CUDA rounds float32 operands to TF32 by default.
+All of that is exact. In any order of additions, a sum has at most 24 bits. The operands of MatMul
+and Gemm have at most 11, because CUDA rounds float32 operands to TF32 by default.
 """
 
 from __future__ import annotations
@@ -27,14 +31,15 @@ from qsample.sampler.philox import ROUNDS, WEYL_INCREMENTS, WORDS_PER_COUNTER
 from qsample.sampler.tensor import FLOAT, INT32, Tensor, Tensors, constant, op, operator
 
 _WORD_DIGITS: Final = 8
-# A number is made of the highest 24 bits of a word.
+# A number consists of the highest 24 bits of a word, so the lowest two digits do not count.
 _UNUSED_DIGITS: Final = 2
 # The digits whose carry a single fraction covers.
 _GROUP_DIGITS: Final = 5
-# The multipliers' digits, lowest first. Some are negative: with all of them 0 to 15, fractions would have 27 bits.
+# The multipliers' digits, lowest first. Some are negative: with all of them 0 to 15, fractions
+# would have 27 bits.
 _MULTIPLIER_DIGITS: Final = ((3, 5, -1, 2, 1, 5, 2, -3, 1), (-9, 6, -3, 9, -2, -6, -2, -3, 1))
-# A state between rounds is a row of digits: of c0 and c2, which are multiplied; a copy of these, because a coefficient
-# takes two elements of 11 bits; and of c1 and c3.
+# A state between rounds is a row of digits: of c0 and c2, which are multiplied; a copy of these,
+# because a coefficient takes two elements of 11 bits; and of c1 and c3.
 _COPY_START: Final = 2 * _WORD_DIGITS
 _ADDENDS_START: Final = 4 * _WORD_DIGITS
 _STATE_WIDTH: Final = 6 * _WORD_DIGITS
@@ -98,7 +103,8 @@ class _Columns(NamedTuple):
         return 2 * self.digits + number * self.carries + place - 1
 
     def with_fractions(self, digits: Array) -> Array:
-        """A matrix for digits, extended by the carries: [K, 2 * digits] gives [K, 2 * (digits + carries)].
+        """A matrix for digits, extended by the carries: [K, 2 * digits] gives [K, 2 * (digits +
+        carries)].
 
         The carry into a place is the sum of the digits of the group below, as a fraction.
         """
@@ -112,7 +118,8 @@ class _Columns(NamedTuple):
 
     @property
     def carries_matrix(self) -> Array:
-        """From the carry into a group's lowest digit to the fractions of that group: [width, width], negative."""
+        """From the carry into a group's lowest digit to the fractions of that group: [width,
+        width], negative."""
         matrix = np.zeros((self.width, self.width))
         for number in range(2):
             for place in range(_GROUP_DIGITS + 1, self.carries + 1):
@@ -122,7 +129,8 @@ class _Columns(NamedTuple):
         return matrix
 
     def add_digit(self, matrix: Array, number: int, place: int, column: int, weight: int) -> None:
-        """Let `matrix` add a digit of a number, after all carries, times `weight`, to a column of its result."""
+        """Let `matrix` add a digit of a number, after all carries, times `weight`, to a column of
+        its result."""
         matrix[self.digit(number, place), column] = weight
         if place > 0:
             matrix[self.carry(number, place), column] = weight
@@ -144,17 +152,20 @@ def _group_start(place: int) -> int:
 def _carry(sums: Tensor, carries: Tensor, groups: int) -> Tensor:
     """`sums` with whole carries in place of fractions.
 
-    The carries into the lowest group are right at once, and each further pass makes those into the next group right.
+    The carries into the lowest group are right at once, and each further pass makes those into the
+    next group right.
     """
     result = op("Floor", sums)
     for _ in range(groups - 1):
-        # ONNX Runtime makes a Gemm of MatMul and Add, and CUDA rounds a Gemm's bias to TF32 if there is one row.
+        # ONNX Runtime makes a Gemm of MatMul and Add, and CUDA rounds a Gemm's bias to TF32 if
+        # there is one row.
         result = op("Floor", sums - op("MatMul", result, carries))
     return result
 
 
 def _product_matrix() -> Array:
-    """From a state to the sums of both products: [48, 78]. The product of c2 comes first: it decides c0 and c1."""
+    """From a state to the sums of both products: [48, 78]. The product of c2 comes first: it
+    decides c0 and c1."""
     columns = _PRODUCT_COLUMNS
     digits = np.zeros((2 * _WORD_DIGITS, 4 * _WORD_DIGITS))
     for number, word in enumerate((1, 0)):
@@ -171,14 +182,16 @@ def _product_matrix() -> Array:
 
 
 def _first_matrix(products: Array) -> Array:
-    """The product matrix of the first round, whose state is a row of `_position_digits`: only c0 is not 0."""
+    """The product matrix of the first round, whose state is a row of `_position_digits`: only c0 is
+    not 0."""
     copy = products[_COPY_START : _COPY_START + _WORD_DIGITS]
     position_in_block = np.zeros_like(products[:1])
     return np.concatenate([products[:_WORD_DIGITS], copy, position_in_block])
 
 
 def _index_matrix() -> Array:
-    """From the sums of a round to indices into the table, without the summands of its key: [78, 48]."""
+    """From the sums of a round to indices into the table, without the summands of its key: [78,
+    48]."""
     columns = _PRODUCT_COLUMNS
     matrix = np.zeros((columns.width, _STATE_WIDTH))
     for number in range(2):
@@ -192,7 +205,8 @@ def _index_matrix() -> Array:
 
 
 def _fraction_matrix() -> Array:
-    """From a state to the fractions in [0, 1) that the highest 24 bits of its words are: [48, 4]."""
+    """From a state to the fractions in [0, 1) that the highest 24 bits of its words are: [48,
+    4]."""
     fractions = np.zeros((_STATE_WIDTH, WORDS_PER_COUNTER))
     starts = (0, _ADDENDS_START, _WORD_DIGITS, _ADDENDS_START + _WORD_DIGITS)
     powers = 16.0 ** np.arange(_UNUSED_DIGITS - _WORD_DIGITS, 0)
@@ -211,7 +225,8 @@ def _position_digits(position: Tensor) -> Tensor:
 
 
 def _round_keys(seed: Tensor, stream: int) -> Tensors:
-    """The summands of each round's indices, [B, 48] each: mostly 256 times the digits of its key."""
+    """The summands of each round's indices, [B, 48] each: mostly 256 times the digits of its
+    key."""
     key_digits = 2 * _WORD_DIGITS
     # The unit after the digits gives the seed mod 1, which is 0: a place for the stream.
     units = _constant([16**place for place in range(key_digits)] + [1], np.int64)
@@ -240,7 +255,8 @@ def _round_keys(seed: Tensor, stream: int) -> Tensors:
 
 
 def _key_increments(stream: int) -> Array:
-    """What each round adds to the digits of the seed, and the stream in the first round: [10, 1, 1, 17]."""
+    """What each round adds to the digits of the seed, and the stream in the first round: [10, 1, 1,
+    17]."""
     increments = np.zeros((ROUNDS, 1, 1, 2 * _WORD_DIGITS + 1))
     for round_ in range(ROUNDS):
         for column in range(2 * _WORD_DIGITS):
