@@ -1,6 +1,7 @@
-"""An OpenAI-compatible server over the engine: `qsample serve`. Needs the extra `serve`.
+"""An OpenAI-compatible server over the engine: `qsample serve`. It needs the extra `serve`.
 
-Each name is imported when it is first used, so the command line reads the settings without the server's libraries.
+Each name is imported when it is first used, so the command line reads the settings without the
+server's libraries.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ __all__ = ["ServeSettings", "make_app"]
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    if name == "ServeSettings":
+        from qsample.addons.serve.settings import ServeSettings
 
-    if name in __all__:
-        return getattr(
-            import_module(f"qsample.addons.serve.{'app' if name == 'make_app' else 'settings'}"),
-            name,
-        )
+        return ServeSettings
+    if name == "make_app":
+        from qsample.addons.serve.app import make_app
+
+        return make_app
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,6 +51,7 @@ from qsample.addons.serve.messages import CountTokensRequest, MessageAnswers, Me
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel, ServedModels
 from qsample.addons.serve.requests import (
+    Body,
     CompletionRequest,
     GenerationRequest,
     LoadLoraRequest,
@@ -62,35 +63,53 @@ from qsample.errors import DISTRIBUTION
 from qsample.images.prompt import ProcessedImage
 from qsample.text.tokenizer import LONG_TEXT
 
-ACCESS_LOG: Final = "qsample.access"  # the logger of a line for each request
-# OpenAI's endpoints for other models and for stored objects.
-_SUMMARIES: Final = {  # the others are called like their methods
+# The name of the logger that writes a line for each request.
+ACCESS_LOG: Final = "qsample.access"
+# The other endpoints have the names of their methods as summaries.
+_SUMMARIES: Final = {
     "/v1/completions": "Continue prompts",
     "/v1/chat/completions": "Answer a chat",
     "/v1/responses": "Create a response",
 }
-_ABSENT: Final = (
-    "embeddings moderations images/{rest:path} audio/{rest:path} videos{rest:path} realtime{rest:path} "
-    "responses/{rest:path} conversations{rest:path} files{rest:path} batches{rest:path} assistants{rest:path} "
-    "threads{rest:path} vector_stores{rest:path} fine_tuning/{rest:path}"
+# OpenAI's endpoints for other models and for stored objects.
+_ABSENT_PATHS: Final = (
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/images/{rest:path}",
+    "/v1/audio/{rest:path}",
+    "/v1/videos{rest:path}",
+    "/v1/realtime{rest:path}",
+    "/v1/responses/{rest:path}",
+    "/v1/conversations{rest:path}",
+    "/v1/files{rest:path}",
+    "/v1/batches{rest:path}",
+    "/v1/assistants{rest:path}",
+    "/v1/threads{rest:path}",
+    "/v1/vector_stores{rest:path}",
+    "/v1/fine_tuning/{rest:path}",
 )
-_LONG_TEXTS: Final = 2  # that are encoded at once
-_SEEN_AT_ONCE: Final = 2  # requests whose images are decoded or computed
-_PREDICTED: Final = (
-    32  # characters that a token of a prediction may have; the rest of the text is left out
-)
-_WRITTEN: Final = 2**16  # items of a list that become JSON at once: Python's lock is held meanwhile
-# For the description alone: the middleware `ApiKeys` looks at keys.
+# A long text takes some hundred times its size while it is encoded.
+_MAX_LONG_TEXTS_AT_ONCE: Final = 2
+# Decoding images takes memory, and vision.onnx takes all cores.
+_MAX_REQUESTS_WITH_IMAGES_AT_ONCE: Final = 2
+# A prediction is cut to this number of characters for each token of the context.
+_MAX_CHARACTERS_OF_A_PREDICTED_TOKEN: Final = 32
+# Python's lock is held while this number of items of a list becomes JSON.
+_ITEMS_ENCODED_AT_ONCE: Final = 2**16
+# The middleware `ApiKeys` checks keys. This is only for the description of the endpoints.
 _KEY: Final = Depends(HTTPBearer(auto_error=False, description="An API key of this server."))
-_DOCS_PACKAGE: Final = (
-    "fastapi_offline"  # it brings the files of Swagger UI; FastAPI loads them from the internet
-)
+# It brings the files of Swagger UI, which FastAPI loads from the internet.
+_DOCS_PACKAGE: Final = "fastapi_offline"
 
 
 def make_app(settings: ServeSettings, models: ServedModels | None = None) -> FastAPI:
-    """An ASGI application that loads its models at its start, unless `models` has them, and closes them at its end.
+    """An ASGI application of the server. It closes its models at its end.
 
-    settings: the models and the limits. Raises QsampleError at its start if a model cannot be loaded.
+    Args:
+        settings: the models and the limits.
+        models: the loaded models. By default, the application loads them at its start.
+
+    At its start, it raises QsampleError if a model cannot be loaded.
 
     >>> app = make_app(ServeSettings(models={"tiny": "tiny-cpu"}))  # uvicorn.run(app)
     """
@@ -147,19 +166,20 @@ class _Server:
         self.models: ServedModels | None = None
         self._metrics = Metrics(lambda: self.models or ())
         self.count_exchange = self._metrics.count_exchange
-        # A long text takes some hundred times its size while it is encoded.
-        self._encoding = asyncio.Semaphore(_LONG_TEXTS)
-        self._loading = asyncio.Lock()  # of an adapter
-        self._media = MediaReader(
+        self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS_AT_ONCE)
+        self._adapter_lock = asyncio.Lock()
+        self._media_reader = MediaReader(
             settings.max_image_bytes,
             settings.allowed_media_domains,
             settings.allowed_local_media_path,
         )
-        # Decoding takes memory, vision.onnx all cores: the others wait, and the event loop goes on.
-        self._seeing = ThreadPoolExecutor(_SEEN_AT_ONCE, thread_name_prefix="qsample-images")
+        # Other requests with images wait for these threads, and the event loop goes on.
+        self._image_threads = ThreadPoolExecutor(
+            _MAX_REQUESTS_WITH_IMAGES_AT_ONCE, thread_name_prefix="qsample-images"
+        )
 
     def max_body_bytes(self) -> int:
-        """Bytes of a request."""
+        """The largest size of a request's body."""
         return self._settings.most_body(
             images=any(model.reads_images for model in self.models or ())
         )
@@ -168,9 +188,10 @@ class _Server:
         app.add_api_route("/", page.page, include_in_schema=False)
         app.add_api_route("/markdown/{name}", page.script, include_in_schema=False)
         app.add_api_route("/docs", self.docs, include_in_schema=False)
-        if (folder := _docs_folder()) is not None:
-            app.mount("/docs", StaticFiles(directory=folder / "static"))
-        for method, path, endpoint, document in (
+        docs_folder = _docs_folder()
+        if docs_folder is not None:
+            app.mount("/docs", StaticFiles(directory=docs_folder / "static"))
+        for method, path, endpoint, answer in (
             ("GET", "/health", self.health, documents.Health),
             ("GET", "/version", self.version, documents.Version),
             ("GET", "/metrics", self.metrics, None),
@@ -186,48 +207,58 @@ class _Server:
             ("POST", "/tokenize", self.tokenize, documents.Tokens),
             ("POST", "/detokenize", self.detokenize, documents.Text),
         ):
-            error = documents.MessageError if path.startswith(MESSAGES_PATH) else documents.Error
-            text: dict[int | str, dict[str, Any]] = {
-                200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
-            }
-            app.add_api_route(
-                path,
-                endpoint,
-                methods=[method],
-                summary=_SUMMARIES.get(path),
-                response_model=document,
-                response_class=Response if document is None else JSONResponse,
-                responses={**(text if document is None else {}), "4XX": {"model": error}},
-                dependencies=[_KEY]
-                if self._settings.api_keys and path not in PATHS_WITHOUT_A_KEY
-                else [],
-            )
+            self._add_route(app, method, path, endpoint, answer)
+        # Load balancers ask with HEAD, and Amazon SageMaker with /ping.
         for path, endpoint in (
             ("/", page.page),
             ("/health", self.health),
             ("/v1/models", self.list_models),
         ):
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+        app.add_api_route("/ping", self.health, methods=["GET", "POST"], include_in_schema=False)
+        for path in _ABSENT_PATHS:
             app.add_api_route(
-                path, endpoint, methods=["HEAD"], include_in_schema=False
-            )  # load balancers ask so
-        app.add_api_route(
-            "/ping", self.health, methods=["GET", "POST"], include_in_schema=False
-        )  # Amazon SageMaker's
-        for path in _ABSENT.split():
-            app.add_api_route(
-                f"/v1/{path}",
-                self.absent,
-                methods=["GET", "POST", "DELETE"],
-                include_in_schema=False,
+                path, self.absent, methods=["GET", "POST", "DELETE"], include_in_schema=False
             )
+
+    def _add_route(
+        self,
+        app: FastAPI,
+        method: str,
+        path: str,
+        endpoint: Callable[..., Any],
+        answer: type[Body] | None,
+    ) -> None:
+        """Add an endpoint with its description. answer: the document that it answers with; None for
+        a plain text."""
+        error = documents.MessageError if path.startswith(MESSAGES_PATH) else documents.Error
+        responses: dict[int | str, dict[str, Any]] = {"4XX": {"model": error}}
+        if answer is None:
+            responses[200] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+        needs_key = bool(self._settings.api_keys) and path not in PATHS_WITHOUT_A_KEY
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            summary=_SUMMARIES.get(path),
+            response_model=answer,
+            response_class=Response if answer is None else JSONResponse,
+            responses=responses,
+            dependencies=[_KEY] if needs_key else [],
+        )
 
     async def docs(self) -> Response:
         """The endpoints, to read and to try, without files from the internet."""
         if _docs_folder() is None:
-            text = f"this server lacks fastapi-offline, of the extra serve of {DISTRIBUTION}; see /openapi.json"
-            raise ApiError(501, text, code="missing_module")
+            raise ApiError(
+                501,
+                f"this server lacks fastapi-offline, of the extra serve of {DISTRIBUTION}; "
+                "see /openapi.json",
+                code="missing_module",
+            )
+        # The addresses are relative, because the server may be behind a prefix.
         return get_swagger_ui_html(
-            openapi_url="openapi.json",  # relative: the server may be behind a prefix
+            openapi_url="openapi.json",
             title="qsample",
             swagger_js_url="docs/swagger-ui-bundle.js",
             swagger_css_url="docs/swagger-ui.css",
@@ -269,29 +300,26 @@ class _Server:
     async def complete(self, body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
-        make_guide, params, prompts = (
-            model.guides(body.form),
-            model.sampling_params(body),
-            body.prompts,
-        )
-        model.check_count(
-            len(prompts) * body.num_engine_requests
-        )  # before a million of them are encoded
+        make_guide = model.guides(body.form)
+        params = model.sampling_params(body)
+        prompts = body.prompts
+        # A million prompts, or a text that is much too long, are refused before they are encoded.
+        model.check_count(len(prompts) * body.num_engine_requests)
         for prompt in prompts:
             model.check_without_image(prompt)
-            model.check_length(prompt)  # before a text that is much too long is encoded
-        rows = await self._encode(model, prompts, body.add_special_tokens)
-        for row in rows:
-            model.check_room(row, 0 if body.token_limit == 0 else 1)
+            model.check_length(prompt)
+        encoded = await self._encode(model, prompts, body.add_special_tokens)
+        for tokens in encoded:
+            model.check_room(tokens, 0 if body.token_limit == 0 else 1)
         choices: list[CompletionChoice] = []
-        for prompt, row in zip(prompts, rows, strict=True):
+        for prompt, tokens in zip(prompts, encoded, strict=True):
             echo = None
             if body.echo:
                 echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
             for _ in range(body.num_choices):
-                choices.append(CompletionChoice(len(choices), model, body, row, echo))
+                choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
         answers = Answers(model, body, self._metrics, choices)
-        await answers.start(rows, params, make_guide, self._settings.request_timeout)
+        await answers.start(encoded, params, make_guide, self._settings.request_timeout)
         return await _response(answers, body)
 
     async def chat(self, body: ChatCompletionRequest) -> Response:
@@ -308,69 +336,87 @@ class _Server:
 
     async def count_tokens(self, body: CountTokensRequest) -> Response:
         """The number of tokens of a conversation, tools included."""
-        model, chat = self._served().find(body.model), body.chat
-        return json_response(
-            {"input_tokens": len((await self._encode_chat(model, chat, chat.offers_tools))[0])}
-        )
+        model = self._served().find(body.model)
+        tokens, _ = await self._encode_chat(model, body.chat, body.chat.offers_tools)
+        return json_response({"input_tokens": len(tokens)})
 
     async def _converse(
-        self, body: ChatCompletionRequest, given: ResponsesRequest | MessagesRequest | None = None
+        self,
+        body: ChatCompletionRequest,
+        original: ResponsesRequest | MessagesRequest | None = None,
     ) -> Response:
-        """Answer a conversation; with `given`, the same in the words of another API, in these words."""
+        """Answer a conversation.
+
+        Args:
+            body: the request as a chat completion.
+            original: the same request in the words of another API. The answer has these words.
+        """
         model = self._served().find(body.model)
-        make_guide, params = model.guides(body.form), model.sampling_params(body)
+        make_guide = model.guides(body.form)
+        params = model.sampling_params(body)
         model.check_count(body.num_engine_requests)
         prompt, images = await self._encode_chat(
-            model, body, body.offers_tools, check=model.check_length
+            model, body, body.offers_tools, check_text=model.check_length
         )
         model.check_room(prompt)
         if images:
             if body.scores_prompt:
-                text = (
-                    "the log-probabilities of a prompt with images are not computed; leave it out"
+                raise ApiError(
+                    400,
+                    "the log-probabilities of a prompt with images are not computed; leave it out",
+                    param="prompt_logprobs",
                 )
-                raise ApiError(400, text, param="prompt_logprobs")
-            model.check_places(
-                body.num_engine_requests
-            )  # before vision.onnx runs for an answer that gets none
-            images = await self._see(model, images)
-        expected = None
-        if body.prediction is not None and model.interface.features.num_speculative_tokens:
-            text = body.prediction.text[: _PREDICTED * model.max_model_len]
-            expected = (await self._encode(model, [text], False))[0][: model.max_model_len]
+            # vision.onnx must not run for an answer that gets no place.
+            model.check_places(body.num_engine_requests)
+            images = await self._with_features(model, images)
+        prediction = await self._predicted_tokens(model, body)
         answers: Answers
-        if isinstance(given, ResponsesRequest):
-            answers = ResponseAnswers(model, given, self._metrics, params, prompt)
-        elif given is not None:
-            answers = MessageAnswers(model, given, self._metrics, prompt)
+        if isinstance(original, ResponsesRequest):
+            answers = ResponseAnswers(model, original, self._metrics, params, prompt)
+        elif original is not None:
+            answers = MessageAnswers(model, original, self._metrics, prompt)
         else:
             choices = [ChatChoice(index, model, body, prompt) for index in range(body.num_choices)]
             answers = Answers(model, body, self._metrics, choices)
         await answers.start(
-            [prompt], params, make_guide, self._settings.request_timeout, expected, images
+            [prompt], params, make_guide, self._settings.request_timeout, prediction, images
         )
         return await _response(answers, body)
+
+    async def _predicted_tokens(
+        self, model: ServedModel, body: ChatCompletionRequest
+    ) -> list[int] | None:
+        """The tokens that the answer is expected to have, if the package checks guesses."""
+        if body.prediction is None or not model.interface.features.num_speculative_tokens:
+            return None
+        max_characters = _MAX_CHARACTERS_OF_A_PREDICTED_TOKEN * model.max_model_len
+        (tokens,) = await self._encode(model, [body.prediction.text[:max_characters]], False)
+        return tokens[: model.max_model_len]
 
     async def load_adapter(self, body: LoadLoraRequest) -> Response:
         """Serve a LoRA adapter under a name, if the server allows it."""
         self._check_loading()
         load = partial(
-            self._served().load_adapter, body.lora_name, body.lora_path, body.base_model_name
+            self._served().load_adapter,
+            body.lora_name,
+            body.lora_path,
+            body.base_model_name,
+            replaced=body.load_inplace,
         )
 
-        async def alone() -> None:
-            async with self._loading:
-                await asyncio.to_thread(load, replaced=body.load_inplace)
+        async def load_with_lock() -> None:
+            async with self._adapter_lock:
+                await asyncio.to_thread(load)
 
-        await asyncio.shield(asyncio.create_task(alone()))  # a client that leaves does not end it
-        return PlainTextResponse(
-            f"Success: LoRA adapter '{body.lora_name}' added successfully."
-        )  # vLLM's words
+        # A client that leaves does not end the loading.
+        await asyncio.shield(asyncio.create_task(load_with_lock()))
+        # These are vLLM's words.
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadLoraRequest) -> Response:
         """Serve a LoRA adapter no more, if the server allows it."""
         self._check_loading()
-        async with self._loading:
+        async with self._adapter_lock:
             self._served().unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -384,8 +430,8 @@ class _Server:
         """An OpenAI endpoint for another kind of model, or for stored objects."""
         raise ApiError(
             404,
-            f"{request.url.path:.80} is not done here: this server writes text and stores nothing; there are "
-            "/v1/completions, /v1/chat/completions, /v1/responses and /v1/messages",
+            f"{request.url.path:.80} is not done here: this server writes text and stores nothing; "
+            "there are /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages",
             code="unsupported_endpoint",
         )
 
@@ -395,59 +441,51 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt, or messages")
         if body.prompt is not None:
-            (ids,) = await self._encode(model, [body.prompt], body.add_special_tokens)
+            (tokens,) = await self._encode(model, [body.prompt], body.add_special_tokens)
         else:
-            ids, _ = await self._encode_chat(model, body, True)
-
-        def answer() -> Response:
-            lists: dict[str, list[Any]] = {"tokens": ids}
-            if body.return_token_strs:
-                lists["token_strs"] = [model.token_texts.of(token)[0] for token in ids]
-            parts = [json_bytes({"count": len(ids), "max_model_len": model.max_model_len})[:-1]]
-            for name, items in lists.items():
-                pieces = (
-                    json_bytes(items[start : start + _WRITTEN])[1:-1]
-                    for start in range(0, len(ids), _WRITTEN)
-                )
-                parts.append(b',"%b":[%b]' % (name.encode(), b",".join(pieces)))
-            return Response(b"".join([*parts, b"}"]), media_type="application/json")
-
-        return await asyncio.to_thread(answer) if len(ids) > LONG_TEXT else answer()
+            tokens, _ = await self._encode_chat(model, body, True)
+        make_answer = partial(_token_response, model, tokens, with_texts=body.return_token_strs)
+        if len(tokens) > LONG_TEXT:
+            return await asyncio.to_thread(make_answer)
+        return make_answer()
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         model = self._served().find(body.model)
         model.check_ids(body.tokens)
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response(
-            {
-                "prompt": await asyncio.to_thread(decode)
-                if len(body.tokens) > LONG_TEXT
-                else decode()
-            }
-        )
+        if len(body.tokens) > LONG_TEXT:
+            text = await asyncio.to_thread(decode)
+        else:
+            text = decode()
+        return json_response({"prompt": text})
 
     def _served(self) -> ServedModels:
-        assert self.models is not None  # the application has started
+        assert self.models is not None  # The application has started.
         return self.models
 
     async def _encode(
-        self, model: ServedModel, prompts: Sequence[str | list[int]], special: bool
+        self, model: ServedModel, prompts: Sequence[str | list[int]], add_special_tokens: bool
     ) -> list[list[int]]:
-        def encode() -> list[list[int]]:
-            return [
-                model.tokenizer.encode(prompt, add_special_tokens=special)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in prompts
-            ]
+        """The token ids of prompts. Long texts are encoded on another thread."""
 
+        def encode() -> list[list[int]]:
+            encoded: list[list[int]] = []
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    prompt = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                encoded.append(prompt)
+            return encoded
+
+        num_characters = 0
         for prompt in prompts:
-            if not isinstance(prompt, str):
+            if isinstance(prompt, str):
+                num_characters += len(prompt)
+            else:
                 model.check_ids(prompt)
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT:
+        if num_characters <= LONG_TEXT:
             return encode()
-        async with self._encoding:
+        async with self._long_texts:
             return await asyncio.to_thread(encode)
 
     async def _encode_chat(
@@ -455,51 +493,71 @@ class _Server:
         model: ServedModel,
         body: ChatPrompt,
         with_tools: bool,
-        check: Callable[[str], object] = str,
+        check_text: Callable[[str], object] = str,
     ) -> tuple[list[int], list[ProcessedImage]]:
-        """The tokens of a conversation, and its images. check: looks at its text before it is encoded."""
+        """The tokens of a conversation, and its images.
+
+        Args:
+            model: the model.
+            body: the conversation.
+            with_tools: whether the text describes the tools.
+            check_text: a function that checks the text before it is encoded.
+
+        Raises:
+            ApiError: the conversation cannot be encoded.
+        """
         template = body.chat_template or ""
         if "{" in template and not self._settings.trust_request_chat_template:
-            text = (
+            raise ApiError(
+                400,
                 "this server takes no chat templates of clients; name a template of the package, "
-                "or start the server with --trust-request-chat-template"
+                "or start the server with --trust-request-chat-template",
+                param="chat_template",
             )
-            raise ApiError(400, text, param="chat_template")
         messages, addresses = take_addresses(
             body.template_messages, self._settings.limit_images_per_prompt
         )
         model.check_images(messages, addresses)
         render = partial(model.render_chat, messages, body.template_options(with_tools=with_tools))
-        # A template is a program of the model; on the event loop, a slow template would delay everybody.
+        # A template is a program of the model. On the event loop, a slow template would delay
+        # every request.
         try:
             text = await asyncio.to_thread(render)
-        except ImportError:  # jinja2 is missing, or too old to be safe
-            text = f"this server cannot take messages: it lacks a jinja2 of the extra serve of {DISTRIBUTION}"
-            raise ApiError(501, text, code="missing_module") from None
-        check(text)
+        except ImportError:  # jinja2 is missing, or too old to be safe.
+            raise ApiError(
+                501,
+                "this server cannot take messages: it lacks a jinja2 of the extra serve of "
+                f"{DISTRIBUTION}",
+                code="missing_module",
+            ) from None
+        check_text(text)
         images: list[ProcessedImage] = []
         if addresses:
-            files = await self._media.read(addresses)
+            files = await self._media_reader.read(addresses)
             loop = asyncio.get_running_loop()
-            images = await loop.run_in_executor(self._seeing, model.process_images, files)
+            images = await loop.run_in_executor(self._image_threads, model.process_images, files)
             text = model.with_placeholders(text, images)
-        return (await self._encode(model, [text], False))[
-            0
-        ], images  # the template spells the special tokens out
+        # The template spells the special tokens out.
+        (tokens,) = await self._encode(model, [text], add_special_tokens=False)
+        return tokens, images
 
-    async def _see(self, model: ServedModel, images: list[ProcessedImage]) -> list[ProcessedImage]:
+    async def _with_features(
+        self, model: ServedModel, images: list[ProcessedImage]
+    ) -> list[ProcessedImage]:
         """The images with their features."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         loop = asyncio.get_running_loop()
-        seen = await loop.run_in_executor(self._seeing, model.model.images.with_features, images)
+        seen = await loop.run_in_executor(
+            self._image_threads, model.model.images.with_features, images
+        )
         self._metrics.count_images(
-            model.base, [len(image.rows) for image in seen], time.monotonic() - began
+            model.base, [len(image.rows) for image in seen], time.monotonic() - start_time
         )
         return seen
 
     def close(self) -> None:
-        """Wait for no image."""
-        self._seeing.shutdown(wait=False, cancel_futures=True)
+        """End without waiting for images."""
+        self._image_threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _docs_folder() -> Path | None:
@@ -508,21 +566,41 @@ def _docs_folder() -> Path | None:
 
 
 async def _response(answers: Answers, body: GenerationRequest) -> Response:
-    return (
-        EventStream(answers.events(), answers.cancel)
-        if body.stream
-        else json_response(await answers.whole())
-    )
+    if body.stream:
+        return EventStream(answers.events(), answers.cancel)
+    return json_response(await answers.whole())
+
+
+def _token_response(model: ServedModel, tokens: list[int], with_texts: bool) -> Response:
+    """The answer of /tokenize. Its lists become JSON in parts, so that other threads get Python's
+    lock in between."""
+    lists: dict[str, list[Any]] = {"tokens": tokens}
+    if with_texts:
+        lists["token_strs"] = [model.token_texts.of(token)[0] for token in tokens]
+    parts = [json_bytes({"count": len(tokens), "max_model_len": model.max_model_len})[:-1]]
+    for name, items in lists.items():
+        encoded = [
+            json_bytes(items[start : start + _ITEMS_ENCODED_AT_ONCE])[1:-1]
+            for start in range(0, len(items), _ITEMS_ENCODED_AT_ONCE)
+        ]
+        parts.append(b',"%b":[%b]' % (name.encode(), b",".join(encoded)))
+    parts.append(b"}")
+    return Response(b"".join(parts), media_type="application/json")
 
 
 def _described(model: ServedModel) -> dict[str, Any]:
-    return {
+    description: dict[str, Any] = {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "qsample",
-        **({} if model.adapter is None else {"parent": model.base}),  # as in vLLM
-        "max_model_len": model.max_model_len,
-        # as in Mistral's list of models
-        "capabilities": {"completion_chat": model.takes_chats, "vision": model.reads_images},
     }
+    if model.adapter is not None:
+        description["parent"] = model.base  # This is vLLM's field.
+    description["max_model_len"] = model.max_model_len
+    # Mistral's list of models has this field.
+    description["capabilities"] = {
+        "completion_chat": model.takes_chats,
+        "vision": model.reads_images,
+    }
+    return description

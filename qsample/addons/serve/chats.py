@@ -1,4 +1,4 @@
-"""The bodies of requests of conversations: messages, tools, and the calls that an answer has to make."""
+"""The bodies of conversations: messages, tools, and the calls that an answer has to make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.parsers import with_objects
 from qsample.addons.serve.refusals import CHAT
 from qsample.addons.serve.requests import (
-    IGNORED,
+    IGNORED_DESCRIPTION,
     SERVED_NAME_DESCRIPTION,
     Body,
     Count,
@@ -103,21 +103,23 @@ class ChatPrompt(Body):
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates take them: the arguments of calls are objects, in OpenAI's API texts."""
+        """The messages as templates take them: the arguments of calls are objects. In OpenAI's API,
+        they are texts."""
         return [
             with_objects(message) if "tool_calls" in message else message
             for message in self.messages
         ]
 
     def template_options(self, *, with_tools: bool = True) -> ChatOptions:
+        """The options of the chat template. with_tools: whether it describes the tools."""
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
-        tools = (
-            [tool.model_dump(exclude_none=True) for tool in self.tools or []] if with_tools else []
-        )
+        tools = None
+        if with_tools and self.tools:
+            tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return ChatOptions(
-            tools=tools or None,
+            tools=tools,
             documents=self.documents,
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
@@ -143,11 +145,10 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
@@ -186,18 +187,20 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
         default=None, description='Only ["text"].'
     )
-    verbosity: StrictStr | None = Field(default=None, description=IGNORED)
+    verbosity: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
     prediction: Prediction | None = Field(
         default=None, description="A guess of the answer, if the package checks guesses."
     )
-    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(
+        default=None, description=IGNORED_DESCRIPTION
+    )
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         return self.checked()
 
     def checked(self) -> ChatCompletionRequest:
-        """The request; raises ValueError if its fields contradict each other."""
+        """The request. Raises ValueError if its fields contradict each other."""
         names = [tool.function.name for tool in self.tools or []]
         if len(names) != len(set(names)):
             raise ValueError("tools has two functions with the same name")
@@ -213,12 +216,14 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of an answer, if the request limits them."""
+        """The largest number of tokens of an answer, if the request limits it."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_alternatives(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
     @property
     def offers_tools(self) -> bool:
@@ -244,7 +249,8 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         }
 
     def _given_form(self) -> Form | None:
-        """Demanded calls have a form as well: a function's arguments, or a list of names and arguments."""
+        """Demanded calls have a form also: the arguments of a function, or a list of names and
+        arguments."""
         form = super()._given_form()
         if not self.demands_calls:
             return form

@@ -370,7 +370,8 @@ class CompletionChoice(Choice):
         return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _prompt_logprobs(self) -> Event | None:
-        """The log-probabilities of the prompt in front of the answer's. The first token has none."""
+        """The log-probabilities of the prompt, which come before the answer's. The first token has
+        none."""
         if self._num_alternatives is None or self._echo is None:
             return None
         if self.scores is None or not self.scores.token_ids:

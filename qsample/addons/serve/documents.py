@@ -179,8 +179,8 @@ class Error(Body):
 
     error: dict[str, Any] = Field(
         description=(
-            "An object with message, which says the remedy, type, param, which is the field, and "
-            "code, which is a word for the error."
+            "An object with a message (the problem and its remedy), a type, the field (param), and "
+            "a word for the error (code)."
         )
     )
 
@@ -190,5 +190,5 @@ class MessageError(Body):
 
     type: str = Field(description='"error".')
     error: dict[str, str] = Field(
-        description="An object with message, which says the remedy, and type."
+        description="An object with a message (the problem and its remedy) and a type."
     )

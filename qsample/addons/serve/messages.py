@@ -27,7 +27,7 @@ from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.refusals import MESSAGE_TOOL, MESSAGES
 from qsample.addons.serve.requests import (
-    IGNORED,
+    IGNORED_DESCRIPTION,
     Body,
     Count,
     GenerationRequest,
@@ -80,9 +80,11 @@ class MessageTool(Body):
         default=None, description="Ignored. A call that is demanded always follows the schema."
     )
     type: Literal["custom"] = Field(default="custom", description='Only "custom".')
-    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED)
-    eager_input_streaming: StrictBool | None = Field(default=None, description=IGNORED)
-    input_examples: list[dict[str, Any]] | None = Field(default=None, description=IGNORED)
+    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    eager_input_streaming: StrictBool | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    input_examples: list[dict[str, Any]] | None = Field(
+        default=None, description=IGNORED_DESCRIPTION
+    )
 
 
 class ToolChoice(Body):
@@ -111,7 +113,7 @@ class Thinking(Body):
             '"disabled" drops the thoughts, and sets enable_thinking of the template to false.'
         )
     )
-    budget_tokens: Count | None = Field(default=None, description=IGNORED)
+    budget_tokens: Count | None = Field(default=None, description=IGNORED_DESCRIPTION)
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description='"omitted" drops the thoughts.'
     )
@@ -276,7 +278,7 @@ class CountTokensRequest(GenerationRequest):
         default=None, description="The effort, and the form of the answer."
     )
     stop_sequences: Texts | None = Field(default=None, description="Texts that end the answer.")
-    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED_DESCRIPTION)
     chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description=TEMPLATE_KWARGS_DESCRIPTION
@@ -497,8 +499,8 @@ def _usage(prompt: int, cached: int, completion: int) -> dict[str, int]:
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """Arguments as an object. If they were cut off, it has the fields so far, as Anthropic's clients
-    read a stream."""
+    """Arguments as an object. If they were cut off, it has the fields so far: Anthropic's clients
+    read a stream in the same way."""
     try:
         value = from_json(arguments, allow_partial=True)
         json_bytes(value)  # It refuses numbers that JSON lacks.

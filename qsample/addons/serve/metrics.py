@@ -1,4 +1,5 @@
-"""A server's counters in Prometheus' text form; names and meanings are vLLM's, with qsample's prefix."""
+"""A server's counters in Prometheus' text form. Names and meanings are vLLM's, with qsample's
+prefix."""
 
 from __future__ import annotations
 
@@ -17,24 +18,27 @@ from qsample.addons.serve.models import ServedModel
 from qsample.errors import QsampleError
 from qsample.runtime import Request
 
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_SECONDS_A_TOKEN: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_MODEL: Final = "model_name"
+_LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_MODEL_LABEL: Final = "model_name"
 
 
 class Metrics:
     """Counters, histograms and gauges of all models."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
-        """models: returns the models that are served now."""
-        self._registry = registry = CollectorRegistry()
+        """models: a function that returns the models that are served now."""
+        registry = CollectorRegistry()
+        self._registry = registry
 
         def counter(name: str, meaning: str, *labels: str) -> Counter:
-            return Counter(f"qsample:{name}", meaning, [_MODEL, *labels], registry=registry)
+            return Counter(f"qsample:{name}", meaning, [_MODEL_LABEL, *labels], registry=registry)
 
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        def histogram(
+            name: str, meaning: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S
+        ) -> Histogram:
             return Histogram(
-                f"qsample:{name}", meaning, [_MODEL], registry=registry, buckets=buckets
+                f"qsample:{name}", meaning, [_MODEL_LABEL], registry=registry, buckets=buckets
             )
 
         self._prompt_tokens = counter(
@@ -65,7 +69,8 @@ class Metrics:
         self._failed = counter("request_failure", "Requests that ended with an error.")
         self._exchanges = Counter(
             "qsample:http_requests",
-            "HTTP requests by path, status (0 = the client left before) and error; none has an empty reason.",
+            "HTTP requests by path, status (0 = the client left before) and error; "
+            "none has an empty reason.",
             ["handler", "status", "reason"],
             registry=registry,
         )
@@ -75,29 +80,41 @@ class Metrics:
         self._token = histogram(
             "request_time_per_output_token_seconds",
             "Mean seconds between the tokens of a request.",
-            _SECONDS_A_TOKEN,
+            _TOKEN_BUCKETS_S,
         )
         self._tokens = _SampledTokens()
         registry.register(_Engines(models))
         registry.register(self._tokens)
 
     def follow(self, model: str, request: Request) -> None:
-        """Count a request's tokens as they come, and the request when it ends, for any reason."""
+        """Count a request's tokens as they come, and the request when it ends for any reason."""
         self._tokens.follow(model, request)
         request.add_done_callback(partial(self._count, model))
 
     def count_exchange(self, path: str, status: int, reason: str) -> None:
-        """Count an HTTP request. `reason`: of a refusal, such as "rate_limit_exceeded"; otherwise empty."""
+        """Count an HTTP request.
+
+        Args:
+            path: the path of the endpoint, or "other".
+            status: the status of the answer; 0 if there was none.
+            reason: the reason of a refusal, such as "rate_limit_exceeded"; otherwise empty.
+        """
         self._exchanges.labels(path, str(status), reason).inc()
 
     def count_images(self, model: str, tokens: Sequence[int], seconds: float) -> None:
-        """Count the images of a prompt. tokens: of each image. seconds: to their features, waiting included."""
+        """Count the images of a prompt.
+
+        Args:
+            model: the served name of the package.
+            tokens: the number of tokens of each image.
+            seconds: the time until their features were there, waiting included.
+        """
         self._images.labels(model).inc(len(tokens))
         self._image_tokens.labels(model).inc(sum(tokens))
         self._vision.labels(model).observe(seconds)
 
     def follow_scoring(self, model: str, request: Request) -> None:
-        """Count the tokens of a request that scores a prompt, and samples none of them."""
+        """Count the tokens of a request that scores a prompt and samples no token."""
         request.add_done_callback(
             lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens)
         )
@@ -113,8 +130,9 @@ class Metrics:
         except QsampleError:
             self._failed.labels(model).inc()
             return
-        usage, timing = output.usage, output.timing
-        if timing.first_token_seconds is not None:  # its prompt was read
+        usage = output.usage
+        timing = output.timing
+        if timing.first_token_seconds is not None:  # The prompt was read.
             self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
             self._queried_tokens.labels(model).inc(usage.prompt_tokens)
             self._cached_tokens.labels(model).inc(usage.cached_tokens)
@@ -133,29 +151,32 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """The engines' present state."""
+    """The present state of the engines."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
         running = GaugeMetricFamily(
-            "qsample:num_requests_running", "Requests in slots.", labels=[_MODEL]
+            "qsample:num_requests_running", "Requests in slots.", labels=[_MODEL_LABEL]
         )
         waiting = GaugeMetricFamily(
-            "qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL]
+            "qsample:num_requests_waiting", "Requests without a slot.", labels=[_MODEL_LABEL]
         )
-        slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL])
+        slots = GaugeMetricFamily("qsample:num_slots", "Slots.", labels=[_MODEL_LABEL])
         loras = GaugeMetricFamily(
             "qsample:lora_requests_info",
             "The adapters of requests in slots and of waiting requests; its value is the time.",
-            labels=[_MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            labels=[_MODEL_LABEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         for model in self._models():
             stats = model.engine.stats()
-            if most := model.interface.features.max_loras:
-                names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
-                loras.add_metric([model.name, str(most), *names], time.time())
+            max_loras = model.interface.features.max_loras
+            if max_loras:
+                running_adapters = ",".join(stats.running_adapters)
+                waiting_adapters = ",".join(stats.waiting_adapters)
+                labels = [model.name, str(max_loras), running_adapters, waiting_adapters]
+                loras.add_metric(labels, time.time())
             running.add_metric([model.name], stats.running)
             waiting.add_metric([model.name], stats.waiting)
             slots.add_metric([model.name], stats.slots)
@@ -169,26 +190,27 @@ class _SampledTokens(Collector):
     """The tokens of all requests so far, running requests included."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # requests end on the engines' threads
-        self._ended: Counts[str] = Counts()
-        self._running: dict[Request, str] = {}
+        # Requests end on the threads of the engines.
+        self._lock = threading.Lock()
+        self._ended_tokens: Counts[str] = Counts()
+        self._running_requests: dict[Request, str] = {}
 
     def follow(self, model: str, request: Request) -> None:
         with self._lock:
-            self._running[request] = model
+            self._running_requests[request] = model
 
     def end(self, model: str, request: Request) -> None:
         with self._lock:
-            del self._running[request]
-            self._ended[model] += request.completion_tokens
+            del self._running_requests[request]
+            self._ended_tokens[model] += request.completion_tokens
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            counts = self._ended.copy()
-            for request, model in self._running.items():
+            counts = self._ended_tokens.copy()
+            for request, model in self._running_requests.items():
                 counts[model] += request.completion_tokens
         family = CounterMetricFamily(
-            "qsample:generation_tokens", "Sampled tokens.", labels=[_MODEL]
+            "qsample:generation_tokens", "Sampled tokens.", labels=[_MODEL_LABEL]
         )
         for model, count in counts.items():
             family.add_metric([model], count)

@@ -323,8 +323,8 @@ class ServedModel:
             )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Raise ApiError for a text that is too long for a slot in any encoding. Encoding such a text
-        takes long."""
+        """Raise ApiError for a text that is too long for a slot in any encoding. Encoding it would
+        take long."""
         if not isinstance(prompt, str) or self._max_characters_per_token is None:
             return
         max_characters = self._max_characters_per_token * self.max_model_len

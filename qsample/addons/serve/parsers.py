@@ -1,5 +1,5 @@
-"""The parts of an answer's text: thoughts, text for the user, and calls of tools, in the format of a
-model's family."""
+"""The parts of an answer's text: thoughts, text for the user, and calls of tools, in the format of
+a model's family."""
 
 from __future__ import annotations
 
@@ -358,7 +358,8 @@ class ToolReader:
     _open_arguments: _JsonObject | None = field(default=None, init=False)
 
     def put(self, text: str) -> TextAndCalls:
-        """The text that is certainly not a call, and the parts of calls that have become certain."""
+        """The text that is certainly not a call, and the parts of calls that have become
+        certain."""
         self._held_text += text
         certain = "" if self._has_reached_calls else self._take_text_before_calls()
         return TextAndCalls(certain, self._take_parts() if self._has_reached_calls else [])

@@ -1,5 +1,7 @@
-"""Fields of OpenAI's, Anthropic's, vLLM's and llama.cpp's requests that this server does not follow. Values that ask
-for nothing are ignored; other values are refused by name, with a remedy."""
+"""The fields of requests of OpenAI, Anthropic, vLLM and llama.cpp that this server does not follow.
+
+Values that ask for nothing are ignored. Other values are refused by name, with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,16 @@ Refusals = Mapping[str, Refusal]
 _LEAVE_OUT: Final = "leave it out"
 _NO_BEAMS: Final = "answers are sampled token by token, without beams; leave it out"
 _FIXED_IMAGES: Final = "a package reads images as its model's processor does; leave it out"
-_CUT: Final = "cut the input yourself; /tokenize counts its tokens"
-_ONE_LINE: Final = "JSON is written on one line, as json.dumps does; leave it out"
+_CUT_THE_INPUT: Final = "cut the input yourself; /tokenize counts its tokens"
+_JSON_ON_ONE_LINE: Final = "JSON is written on one line, as json.dumps does; leave it out"
 
-# vLLM's and llama.cpp's, of both kinds of requests.
-_BOTH: Final[Refusals] = {
+# The fields of vLLM and llama.cpp that requests of every kind have.
+_COMMON: Final[Refusals] = {
     **refusals("use_beam_search early_stopping", _NO_BEAMS, False),
     "length_penalty": Refusal(_NO_BEAMS, (1,)),
     "skip_special_tokens": Refusal("return_token_ids returns special tokens, too", (True,)),
-    "spaces_between_special_tokens": Refusal(
-        _LEAVE_OUT, (True, False)
-    ),  # answers contain no special tokens
+    # Answers contain no special tokens.
+    "spaces_between_special_tokens": Refusal(_LEAVE_OUT, (True, False)),
     "include_stop_str_in_output": Refusal("stop_reason has the stop string", (False,)),
     "truncate_prompt_tokens": Refusal("cut the prompt yourself; /tokenize counts its tokens"),
     "allowed_token_ids": Refusal(
@@ -41,14 +42,14 @@ _BOTH: Final[Refusals] = {
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),
-    "guided_whitespace_pattern": Refusal(_ONE_LINE),
+    "guided_whitespace_pattern": Refusal(_JSON_ON_ONE_LINE),
     "samplers": Refusal(
         "a package has a fixed order of filters, which --filter-order of export chooses"
     ),
     "min_keep": Refusal("each filter keeps at least a token; leave it out", (0,)),
 }
 CHAT: Final[Refusals] = {
-    **_BOTH,
+    **_COMMON,
     "audio": Refusal("the model writes text; leave it out"),
     "functions": Refusal("give tools, which have taken their place", ([],)),
     "function_call": Refusal(
@@ -59,9 +60,12 @@ CHAT: Final[Refusals] = {
     "echo": Refusal("put the message in front of the answer yourself", (False,)),
     "add_special_tokens": Refusal("the chat template writes special tokens", (False,)),
 }
-COMPLETIONS: Final[Refusals] = {**_BOTH, "prompt_embeds": Refusal("give texts or token ids", ([],))}
+COMPLETIONS: Final[Refusals] = {
+    **_COMMON,
+    "prompt_embeds": Refusal("give texts or token ids", ([],)),
+}
 RESPONSES: Final[Refusals] = {
-    **_BOTH,
+    **_COMMON,
     **refusals(
         "previous_response_id conversation",
         "nothing is stored here; send the whole conversation in input",
@@ -76,8 +80,8 @@ RESPONSES: Final[Refusals] = {
     **refusals("background_options moderation access_programs", _LEAVE_OUT),
     "prompt": Refusal("no prompts are stored here; give instructions and input"),
     "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
-    "truncation": Refusal(_CUT, ("disabled",)),
-    "context_management": Refusal(_CUT, ([],)),
+    "truncation": Refusal(_CUT_THE_INPUT, ("disabled",)),
+    "context_management": Refusal(_CUT_THE_INPUT, ([],)),
     "image": Refusal("give input_image in the content of a message"),
     "messages": Refusal("give input"),
     **refusals("n best_of", "send a request for each answer", 1),
@@ -87,9 +91,9 @@ RESPONSES: Final[Refusals] = {
     **refusals("prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
 }
 MESSAGES: Final[Refusals] = {
-    **_BOTH,
+    **_COMMON,
     **refusals("container mcp_servers", "this server runs no tools itself; leave it out", []),
-    "context_management": Refusal(_CUT, ({}, {"edits": []})),
+    "context_management": Refusal(_CUT_THE_INPUT, ({}, {"edits": []})),
     **refusals("diagnostics inference_geo user_profile_id workspace_id", _LEAVE_OUT),
     "speed": Refusal(_LEAVE_OUT, ("standard",)),
     **refusals("n best_of", "send a request for each answer", 1),
@@ -98,15 +102,15 @@ MESSAGES: Final[Refusals] = {
     **refusals("logprobs prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
 }
 MESSAGE_TOOL: Final[Refusals] = {
-    "allowed_callers": Refusal("the model alone calls tools; leave it out", (["direct"],)),
+    "allowed_callers": Refusal("only the model calls tools; leave it out", (["direct"],)),
     "defer_loading": Refusal("the model sees all tools; leave it out", (False,)),
 }
 STRUCTURED_OUTPUTS: Final[Refusals] = {
-    # llguidance has no fallback, and blanks are always as json.dumps writes them.
+    # llguidance has no fallback, and blanks are always those of json.dumps.
     **refusals("disable_fallback disable_any_whitespace", _LEAVE_OUT, True, False),
     "disable_additional_properties": Refusal(
         "give additionalProperties: false in the schema", (False,)
     ),
-    "whitespace_pattern": Refusal(_ONE_LINE),
+    "whitespace_pattern": Refusal(_JSON_ON_ONE_LINE),
     "structural_tag": Refusal("give tools, or a grammar"),
 }

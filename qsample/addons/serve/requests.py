@@ -1,6 +1,7 @@
-"""The bodies of requests: OpenAI's fields with vLLM's and llama.cpp's, checked, and as `SamplingParams` takes them.
+"""The bodies of requests: OpenAI's fields with vLLM's and llama.cpp's, checked, and as
+`SamplingParams` takes them.
 
-The descriptions of the fields are what clients read in /openapi.json and /docs.
+Clients read the descriptions of the fields in /openapi.json and /docs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _FIELDS_WITH_THE_SAME_NAME: Final = (
 )
 # Clients also write -1 for a filter that is off, and a top_p of 0 for the likeliest token only.
 _SMALLEST_VALUES: Final = {"top_k": 0, "top_n_sigma": 0, "top_p": MIN_TOP_P}
-IGNORED: Final = "Ignored."
+IGNORED_DESCRIPTION: Final = "Ignored."
 _FORMER_NAME_DESCRIPTION: Final = (
     "The same as a field of structured_outputs, under vLLM's former name."
 )
@@ -134,20 +135,20 @@ class StreamOptions(Body):
     continuous_usage_stats: StrictBool = Field(
         default=False, description="Whether every event counts the tokens so far (vLLM)."
     )
-    include_obfuscation: StrictBool = Field(default=False, description=IGNORED)
+    include_obfuscation: StrictBool = Field(default=False, description=IGNORED_DESCRIPTION)
 
 
 class JsonSchema(Body):
     """A JSON schema."""
 
-    name: StrictStr | None = Field(default=None, description=IGNORED)
-    description: StrictStr | None = Field(default=None, description=IGNORED)
+    name: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    description: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
     schema_: dict[str, Any] | StrictBool = Field(
         default_factory=dict,
         alias="schema",
         description="The schema. Answers follow it even if `strict` is false.",
     )
-    strict: StrictBool | None = Field(default=None, description=IGNORED)
+    strict: StrictBool | None = Field(default=None, description=IGNORED_DESCRIPTION)
 
 
 class ResponseFormat(Body):
@@ -319,13 +320,13 @@ class GenerationRequest(FilterFields):
     )
     best_of: StrictInt | None = Field(default=None, description="Only the value of n.")
 
-    user: StrictStr | None = Field(default=None, description=IGNORED)
-    store: StrictBool | None = Field(default=None, description=IGNORED)
-    metadata: dict[str, Any] | None = Field(default=None, description=IGNORED)
-    service_tier: StrictStr | None = Field(default=None, description=IGNORED)
-    safety_identifier: StrictStr | None = Field(default=None, description=IGNORED)
-    prompt_cache_key: StrictStr | None = Field(default=None, description=IGNORED)
-    prompt_cache_retention: StrictStr | None = Field(default=None, description=IGNORED)
+    user: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    store: StrictBool | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    metadata: dict[str, Any] | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    service_tier: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    safety_identifier: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    prompt_cache_key: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    prompt_cache_retention: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
 
     @field_validator("stop", "stop_sequences", check_fields=False)
     @classmethod
@@ -415,7 +416,7 @@ class GenerationRequest(FilterFields):
         return options is not None and options.include_usage and options.continuous_usage_stats
 
     def sampling_fields(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the request sets, except for stop tokens and seeds."""
+        """The fields of `SamplingParams` that the request sets, except stop tokens and seeds."""
         fields: dict[str, Any] = {}
         for name in _FIELDS_WITH_THE_SAME_NAME:
             value = getattr(self, name)

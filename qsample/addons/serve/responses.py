@@ -42,7 +42,7 @@ from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.refusals import RESPONSES
 from qsample.addons.serve.requests import (
-    IGNORED,
+    IGNORED_DESCRIPTION,
     Body,
     Count,
     GenerationRequest,
@@ -108,7 +108,7 @@ class TextOptions(Body):
     """How the text is written."""
 
     format: TextFormat | None = Field(default=None, description="The form of the text.")
-    verbosity: StrictStr | None = Field(default=None, description=IGNORED)
+    verbosity: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
 
 
 class Reasoning(Body):
@@ -293,7 +293,9 @@ class ResponsesRequest(GenerationRequest):
         default=None, description=TEMPLATE_KWARGS_DESCRIPTION
     )
     metadata: dict[str, Any] | None = Field(default=None, description="Returned with the answer.")
-    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(
+        default=None, description=IGNORED_DESCRIPTION
+    )
 
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:

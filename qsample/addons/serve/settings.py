@@ -1,4 +1,4 @@
-"""The settings of a server; `qsample serve` has an option for each field with a `help`."""
+"""The settings of a server. `qsample serve` has an option for each field with a `help`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from qsample.errors import shown
 
 DEFAULT_PORT: Final = 8000
 _COUNT: Final = (1, math.inf, "an integer >= 1")
-_BODY: Final = 4 << 20  # bytes
-_IMAGE_BODY: Final = 32 << 20  # four photos of a phone, in base64; Anthropic's limit
+_COUNT_OR_ZERO: Final = (0, math.inf, "an integer >= 0")
+_MAX_BODY_BYTES: Final = 4 << 20
+# This is Anthropic's limit, and holds four photos of a phone in base64.
+_MAX_IMAGE_BODY_BYTES: Final = 32 << 20
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):  # not shown: it may be a key
+    if isinstance(value, str):  # The text is not shown, because it may be a key.
         raise ValueError(f"{name} is a text; give a tuple of texts")
     return tuple(value)
 
@@ -46,18 +48,20 @@ def _seconds(name: str, value: Any) -> float | None:
 
 
 def _folder(name: str, value: Any) -> Any:
-    is_path = isinstance(value, str | os.PathLike)
-    return value if is_path and os.path.isdir(value) else refuse(name, value, "an existing folder")
+    if isinstance(value, str | os.PathLike) and os.path.isdir(value):
+        return value
+    return refuse(name, value, "an existing folder")
 
 
 def _domains(name: str, value: Any) -> tuple[str, ...]:
     domains = tuple(domain.strip().lower().rstrip(".") for domain in _texts(name, value))
-    if wrong := [domain for domain in domains if not re.fullmatch(r"[a-z0-9.-]+", domain)]:
-        refuse(name, wrong[0], "names of hosts, such as images.example.org")
+    for domain in domains:
+        if not re.fullmatch(r"[a-z0-9.-]+", domain):
+            refuse(name, domain, "names of hosts, such as images.example.org")
     return domains
 
 
-def _guesses(name: str, config: Any) -> Any:
+def _speculative_config(name: str, config: Any) -> Any:
     """VLLM's settings of n-gram speculation."""
     accepted = '{"method": "ngram", "num_speculative_tokens": n}'
     if not isinstance(config, Mapping) or config.get("method") != "ngram":
@@ -79,17 +83,22 @@ def _guesses(name: str, config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """The models of a server, and its limits; raises ValueError for a wrong value.
+    """The models of a server, and its limits.
 
-    The `help` of a field says what it is. Fields without:
+    Most fields are described by their `help`. These are the other fields:
 
     Args:
-        models: served name → the package's folder; the first model answers requests that name none.
-        provider, ctx_len, batch_invariant: as in `load`.
-        threads: of ONNX Runtime's operators; by default ONNX Runtime chooses.
-        chat_template: replaces the packages' templates: a Jinja template, or the name of a template in the packages.
+        models: served name → the package's folder. The first model answers requests that name no
+            model.
+        provider, ctx_len, batch_invariant: the arguments of `load`; see `load`.
+        threads: the number of threads of ONNX Runtime's operators. By default, ONNX Runtime
+            chooses it.
+        chat_template: a Jinja template, or the name of a template in the packages. It replaces the
+            packages' templates.
         loras: served name → the folder of a LoRA adapter, for a server of a single model.
-        session_config: more settings of ONNX Runtime's sessions, by its keys.
+        session_config: further settings of ONNX Runtime's sessions, by its keys.
+
+    Raises ValueError for a wrong value.
     """
 
     models: Mapping[str, str]
@@ -103,9 +112,7 @@ class ServeSettings:
     slots: int | None = integer(
         None, *_COUNT, help="Requests that run at once. (default: the package's batch, or 8)"
     )
-    max_waiting: int = integer(
-        256, 0, math.inf, "an integer >= 0", help="Requests that wait; the next gets 429."
-    )
+    max_waiting: int = integer(256, *_COUNT_OR_ZERO, help="Requests that wait; the next gets 429.")
     prefill_chunk_size: int | None = integer(
         None,
         *_COUNT,
@@ -151,7 +158,7 @@ class ServeSettings:
     )
     speculative_config: Mapping[str, Any] | None = checked(
         None,
-        _guesses,
+        _speculative_config,
         metavar="JSON",
         help='Guess tokens from the text so far: {"method": "ngram", "num_speculative_tokens": 7}. (default: off)',
     )
@@ -178,16 +185,12 @@ class ServeSettings:
     drain_timeout: float = checked(
         30.0, _seconds, help="Seconds that running requests get on SIGTERM and ctrl-C."
     )
-    limit_images_per_prompt: int = integer(
-        8, 0, math.inf, "an integer >= 0", help="Images of a request."
-    )
+    limit_images_per_prompt: int = integer(8, *_COUNT_OR_ZERO, help="Images of a request.")
     max_image_bytes: int = integer(20 * 2**20, *_COUNT, help="Bytes of an image's file.")
     max_image_pixels: int = integer(40_000_000, *_COUNT, help="Pixels of an image.")
     image_cache_mib: int = integer(
         256,
-        0,
-        math.inf,
-        "an integer >= 0",
+        *_COUNT_OR_ZERO,
         help="MiB of image features to keep, for images that come again.",
     )
     allowed_media_domains: tuple[str, ...] = checked(
@@ -203,7 +206,8 @@ class ServeSettings:
     max_body_bytes: int | None = integer(
         None,
         *_COUNT,
-        help=f"Bytes of a request. (default: {_BODY >> 20} MiB; with images {_IMAGE_BODY >> 20} MiB)",
+        help=f"Bytes of a request. (default: {_MAX_BODY_BYTES >> 20} MiB; "
+        f"with images {_MAX_IMAGE_BODY_BYTES >> 20} MiB)",
     )
     spinning: bool = flag(
         False, help="Threads wait busily: faster for a single stream, slower for many."
@@ -234,11 +238,22 @@ class ServeSettings:
             )
 
     def most_body(self, images: bool) -> int:
-        """Bytes of a request. images: whether a served model reads them."""
-        return self.max_body_bytes or (_IMAGE_BODY if images else _BODY)
+        """The largest size of a request's body, in bytes.
+
+        Args:
+            images: whether a served model reads images.
+        """
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return _MAX_IMAGE_BODY_BYTES if images else _MAX_BODY_BYTES
 
     @property
     def session_options(self) -> dict[str, str]:
         """The configuration of ONNX Runtime's sessions, by its keys."""
-        quiet = {f"session.{kind}_op.allow_spinning": "0" for kind in ("intra", "inter")}
-        return {**({} if self.spinning else quiet), **self.session_config}
+        if self.spinning:
+            return dict(self.session_config)
+        return {
+            "session.intra_op.allow_spinning": "0",
+            "session.inter_op.allow_spinning": "0",
+            **self.session_config,
+        }

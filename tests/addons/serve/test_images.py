@@ -238,7 +238,7 @@ def on_the_internet(
 
 
 def test_fetching(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_SECONDS", 0.5)
+    monkeypatch.setattr(images, "_MAX_FETCH_SECONDS", 0.5)
     wrong = {
         "/away": "another host, other.org",
         "/plain": "fetches https addresses of",
