@@ -141,6 +141,8 @@ def prepositional_descriptions(source: str) -> Share:
     share = Share()
     for docstring in _docstrings(source):
         for names, word in _DESCRIPTION.findall(docstring):
+            if names.endswith("Error"):  # It describes when an exception is raised.
+                continue
             share.places += 1
             if word.lower() in PREPOSITIONS:
                 share.marked.append(f"{names}: {word} …")

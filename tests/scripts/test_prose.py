@@ -43,6 +43,9 @@ def function(layers, size):
         layers: of the decoder.
         size: the size in bytes.
         low, high: in order.
+
+    Raises:
+        ValueError: for a wrong size.
     """
 '''
     share = prose.prepositional_descriptions(source)
@@ -59,3 +62,10 @@ def test_constants_named_by_a_participle() -> None:
 
 def test_a_place_is_no_share_of_nothing() -> None:
     assert prose.Share().percent == 0
+
+
+def test_the_package_stays_within_the_limits() -> None:
+    shares = prose.code_shares(prose.files_of(ROOT / "qsample"))
+    for name, share in shares.items():
+        assert share.places > 100, name
+        assert share.percent <= prose.LIMITS[name], (name, share.marked)
