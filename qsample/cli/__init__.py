@@ -1,14 +1,19 @@
-"""The command line, `qsample COMMAND`: each command is an entry point in the group `qsample.commands` (commands.py).
+"""The command line, `qsample COMMAND`.
 
-build.py has the commands that write packages and prefixes; generate.py, chat.py, measure.py (bench) and inspect.py
-(pull and cache, too) have the other commands of the core, and each add-on has its own. prompt_file.py has the prompt
-files of generate, common.py shared options, help.py the help of a command, spellings.py the suggestions for words of
-other programs, terminal.py what is printed, errors included. Heavy modules are imported inside the commands, so that
-`qsample --help` answers at once.
+Each command is an entry point in the group `qsample.commands`; commands.py registers them. The
+commands of the core are in build.py (those that write packages and prefixes), generate.py, chat.py,
+measure.py (bench) and inspect.py (also pull and cache). Each add-on has commands of its own.
 
-Results go to stdout; progress, figures and errors to stderr; with --json an error also goes to stdout, as
-{"error": {"type": ..., "message": ..., "status": ...}}. Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted,
-143 terminated.
+common.py has the options that commands share, option_groups.py makes flags of dataclasses, and
+opening.py opens models. prompt_file.py runs the prompt files of generate. help.py prints the help
+of a command, spellings.py suggests names for the words of other programs, and terminal.py prints
+results, progress and errors. Commands import heavy modules when they run, so `qsample --help`
+answers at once.
+
+Results go to stdout; progress, figures and errors go to stderr. With --json an error also goes to
+stdout, as {"error": {"type": ..., "message": ..., "status": ...}}. The exit status is 0 if the
+command is done, 1 after an error, 2 for wrong usage, 130 if it was interrupted, and 143 if it was
+terminated.
 """
 
 from __future__ import annotations
@@ -38,12 +43,20 @@ from qsample.cli.terminal import (
 )
 from qsample.errors import DISTRIBUTION
 
-# `kill`, a batch system, `docker stop`; and a terminal that was closed, except on Windows.
-_ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+# SIGTERM comes from `kill`, a batch system or `docker stop`; SIGHUP from a terminal that was closed,
+# and does not exist on Windows.
+_TERMINATION_SIGNALS: Final = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 class Terminated(SystemExit):
-    """A signal asked for the end. `code`: 128 and the signal's number, as shells report it."""
+    """A signal terminated the command.
+
+    Attributes:
+        code: 128 plus the number of the signal, as shells report it.
+        name: the name of the signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -107,7 +120,8 @@ def run(arguments: list[str]) -> int:
     if no_escapes():
         import typer.rich_utils
 
-        typer.rich_utils.COLOR_SYSTEM = None  # of the help
+        # Without a colour system, the help has no escapes.
+        typer.rich_utils.COLOR_SYSTEM = None
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: note(
             name_options(str(message), options_of(arguments, commands()))
@@ -123,28 +137,35 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """The `qsample` command."""
-    for number in _ENDING:
-        if (
-            signal.getsignal(number) == signal.SIG_DFL
-        ):  # a signal that `nohup` ignores stays ignored
+    for number in _TERMINATION_SIGNALS:
+        # A signal that `nohup` ignores stays ignored.
+        if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _terminate)
     use_utf_8()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+    except BrokenPipeError:
+        # The reader of the pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except Terminated as end:
-        with suppress(OSError):  # the terminal may be closed
-            print(f"qsample: ended by {end.name}; nothing half-written is left", file=sys.stderr)
+    except Terminated as termination:
+        with suppress(OSError):  # The terminal may be closed.
+            print(
+                f"qsample: ended by {termination.name}; nothing half-written is left",
+                file=sys.stderr,
+            )
         raise
-    gc.freeze()  # the interpreter's end would look at every object; that takes seconds after an export
+    # Otherwise the interpreter looks at every object when it ends, which takes seconds after an export.
+    gc.freeze()
     sys.exit(status)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """End the command as ctrl-C does, so that half-made files are removed; further signals are ignored meanwhile."""
-    for other in _ENDING:
-        signal.signal(other, signal.SIG_IGN)
+    """End the command as ctrl-C does, so half-made files are removed.
+
+    Further signals are ignored meanwhile.
+    """
+    for ignored in _TERMINATION_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
     raise Terminated(number)

@@ -68,7 +68,7 @@ _WIDTH_OF_A_FILE: Final = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """How a package is written, and what is printed about it."""
+    """How a package is written, and how the result is printed."""
 
     overwrite: Overwrite = False
     timing: Annotated[
@@ -79,7 +79,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """What is read of a checkpoint, and from where."""
+    """The parts of a checkpoint to read, and how they are read."""
 
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32 or float16.")] = (
         "float32"
@@ -178,7 +178,7 @@ def check_source(model: str, revision: str | None) -> None:
 
 
 class MakePackage(Protocol):
-    """Writes a package, and returns the model in it."""
+    """A function that writes a package, and returns its model."""
 
     def __call__(self, *, overwrite: bool, progress: Progress) -> PackagedModel: ...
 
@@ -187,10 +187,12 @@ def write_package(make: MakePackage, out: Path, writing: WriteOptions) -> None:
     """Make a package. Stages and remarks go to stderr, its path or a JSON document to stdout.
 
     Args:
-        make: writes the package into `out`.
+        make: writes the package into `out`, with the progress that is shown.
+        out: the folder of the package.
     """
     with progress(logged=True) as report, metered(report) as meter:
-        report(Stage.STARTING, 0.0)  # the imports of the libraries
+        # The first stage is the import of the libraries.
+        report(Stage.STARTING, 0.0)
         package = make(overwrite=writing.overwrite, progress=meter).package
     size = sum(entry.bytes for entry in package.manifest.files.values())
     compilation = package.manifest.compilation
@@ -217,6 +219,7 @@ def write_package(make: MakePackage, out: Path, writing: WriteOptions) -> None:
 
 
 def _timing_table(costs: Sequence[StageCost]) -> Table:
+    """The costs of the stages, and their total."""
     shown = table("Timing", "stage")
     for column in ("seconds", "CPU seconds", "read", "written", "memory", "anonymous"):
         shown.add_column(column, justify="right", no_wrap=True)
@@ -239,18 +242,24 @@ def _timing_table(costs: Sequence[StageCost]) -> Table:
 
 
 def _show_phases(folder: Path) -> None:
-    """Print on stderr the graph's nodes after each phase that is dumped in `folder`, and each phase's changes."""
+    """Print on stderr the number of nodes after each phase of a compilation, and its changes.
+
+    Args:
+        folder: the folder of --debug-dump.
+    """
     from qsample.compiler.debug_dump import read_counts
 
     shown = table(f"Phases, in {folder}", "file", "nodes", "operators")
     before: Counter[str] = Counter()
     for entry in read_counts(folder):
         operators = Counter(entry["operators"])
-        changes = {name: operators[name] - before[name] for name in operators | before}
-        listed = ", ".join(
-            f"{name} {change:+}" for name, change in sorted(changes.items()) if change and before
-        )
-        shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(listed))
+        changes: list[str] = []
+        if before:
+            for name in sorted(operators | before):
+                change = operators[name] - before[name]
+                if change:
+                    changes.append(f"{name} {change:+}")
+        shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(", ".join(changes)))
         before = operators
     console(stderr=True).print(shown)
 
@@ -264,7 +273,8 @@ def bundle(
         bool, typer.Option("--overwrite", help="Replace OUT if it is a bundle.")
     ] = False,
 ) -> None:
-    """Put packages of a model for several devices into a folder; a program loads the variant for its device."""
+    """Put packages of a model for several devices into a folder; a program loads the variant for
+    its device."""
     from qsample.ort.model_package import bundle as make
 
     variants = make(out, packages, overwrite=overwrite)
@@ -274,7 +284,7 @@ def bundle(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """The text of a prefix, if it is not a system prompt of the command line."""
+    """The text of a prefix, or the file with it."""
 
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The text that prompts begin with.")
@@ -287,10 +297,14 @@ class PrefixOptions:
     ] = None
 
     def inputs(self, template: TemplateOptions) -> str | list[dict[str, Any]]:
-        """The inputs of `save_prefix`: a text, or a conversation of a system prompt.
+        """The inputs of `save_prefix`: a text, or a conversation that is only a system prompt.
+
+        Args:
+            template: the options of chat templates, which have --system.
 
         Raises:
-            typer.BadParameter: not exactly one text was given, or a text that no chat template is for.
+            typer.BadParameter: there is no text, or more than one, or a text that is not a system
+                prompt has options of chat templates.
         """
         self._check(template)
         if self.prompt is not None:
@@ -323,7 +337,7 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixRunOptions:
-    """How the package is run that reads a prefix."""
+    """How the package runs that reads a prefix."""
 
     provider: Provider = None
     threads: Threads = None
@@ -345,7 +359,8 @@ def prefix(
     as_json: Json = False,
     template: TemplateOptions,
 ) -> None:
-    """Read the beginning of prompts, and save its keys and values: prompts that begin with it continue from there."""
+    """Read the beginning of prompts, and save its keys and values: prompts that begin with it
+    continue from there."""
     from qsample.runtime import load
 
     loras = read_loras(lora)

@@ -47,8 +47,10 @@ EXAMPLES: Final = (
     "printf 'Who was Moses?\\nAnd his brother?\\n' | qsample chat qwen3-cpu --greedy"
 )
 _COMMAND_LINE: Final = re.compile(r"/([a-z?]+)(?:\s+(.*))?$", re.DOTALL)
+# These quotes begin and end a text of several lines.
 _QUOTES: Final = '"""'
-_PROMPT, _MORE = ">>> ", "... "
+_PROMPT: Final = ">>> "
+_CONTINUATION_PROMPT: Final = "... "
 
 
 @with_option_groups
@@ -63,7 +65,8 @@ def chat(
     loading: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a turn."""
+    """Talk to a model. Answers stream to stdout, remarks go to stderr. From a pipe, each line is a
+    turn."""
     from qsample.runtime import Engine
 
     options = with_adapter(sampling.arguments(), loading.loras())
@@ -91,13 +94,24 @@ def chat(
 
 
 def _check_template(model: CausalLM, system: str | None, template: dict[str, Any]) -> list[str]:
-    """Refuse a package that cannot chat, before the first question, and return remarks about options that its template
-    ignores."""
+    """Check that a package can chat, before the first question.
+
+    Args:
+        system: the system prompt.
+        template: the arguments of the chat template.
+
+    Returns:
+        Remarks on options that the chat template ignores.
+
+    Raises:
+        QsampleError: the package has no tokenizer or no chat template.
+    """
     if model.tokenizer is None:
         raise QsampleError(
             "the package has no tokenizer, so it cannot chat; export the model with its tokenizer"
         )
-    tokenizer, arguments = model.tokenizer, template.get("chat_template_kwargs", {})
+    tokenizer = model.tokenizer
+    variables = template.get("chat_template_kwargs", {})
     messages = [*system_message(system), {"role": "user", "content": "hello"}]
 
     def render(**changes: Any) -> Any:
@@ -106,18 +120,17 @@ def _check_template(model: CausalLM, system: str | None, template: dict[str, Any
             chat_template=template.get("chat_template"),
             add_generation_prompt=True,
             tokenize=False,
-            **{**arguments, **changes},
+            **{**variables, **changes},
         )
 
-    remarks = []
+    remarks: list[str] = []
     if (system or "").strip() not in render():
         remarks.append("the chat template leaves the system prompt out")
-    if "enable_thinking" in arguments and render(enable_thinking=True) == render(
-        enable_thinking=False
-    ):
-        remarks.append(
-            "the chat template has no switch for thinking: --thinking and --no-thinking change nothing"
-        )
+    if "enable_thinking" in variables:
+        if render(enable_thinking=True) == render(enable_thinking=False):
+            remarks.append(
+                "the chat template has no switch for thinking: --thinking and --no-thinking change nothing"
+            )
     return remarks
 
 
@@ -127,10 +140,23 @@ class TurnError(Exception):
 
 @dataclass
 class Conversation:
-    """Messages, and an engine that answers them. `options`, `template`: of `Engine.add_request`. `system`: the system
-    prompt; `images`: files for the next question; `turns`: the other messages; `forgotten`: the oldest turns that no
-    longer fit into the context, and that the model does not see. `retries`: of the last question; the seed counts up
-    with them. `answers`, `tokens`, `seconds`: of all answers. `context`: tokens after the last answer."""
+    """Messages, and an engine that answers them.
+
+    Attributes:
+        options: the sampling options and the adapter, as arguments of `Engine.add_request`.
+        template: the arguments of the chat template.
+        system: the system prompt.
+        images: the files of the images for the next question.
+        turns: all messages except for the system prompt.
+        forgotten: the number of the oldest turns that do not fit into the context any more. The
+            model does not see them.
+        retries: the number of times that the last question was answered again. The seed grows with
+            it.
+        answers: the number of all answers.
+        tokens: the number of their tokens.
+        seconds: the time that they took.
+        context: the number of tokens in the context after the last answer.
+    """
 
     model: CausalLM
     engine: Engine
@@ -145,81 +171,98 @@ class Conversation:
     tokens: int = 0
     seconds: float = 0.0
     context: int = 0
-    _processed: dict[str, ProcessedImage] = field(default_factory=dict)  # by file
+    # Each image that was read, by its file.
+    _processed_images: dict[str, ProcessedImage] = field(default_factory=dict)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All messages, the system prompt first."""
+        """All messages, beginning with the system prompt."""
         return [*system_message(self.system), *self.turns]
 
     @property
     def seen(self) -> list[dict[str, Any]]:
-        """The messages that the model sees. Raises ValueError for a file that is no image any more."""
-        return with_images(
-            [*system_message(self.system), *self.turns[self.forgotten :]], self._process
-        )
+        """The messages that the model sees.
 
-    def _process(self, image: Any) -> Any:
-        """An image is read once: each turn sends the conversation again."""
-        if not isinstance(image, str):  # its bytes, of a conversation that was loaded
+        Raises:
+            ValueError: the file of an image is missing, or is not an image any more.
+        """
+        messages = [*system_message(self.system), *self.turns[self.forgotten :]]
+        return with_images(messages, self._processed)
+
+    def _processed(self, image: Any) -> Any:
+        """An image, processed once: each turn sends the whole conversation again."""
+        if not isinstance(image, str):
+            # The image is the bytes of a conversation that was loaded.
             return image
-        if image not in self._processed:
-            (self._processed[image],) = self.model.images.process([image])
-        return self._processed[image]
+        if image not in self._processed_images:
+            (self._processed_images[image],) = self.model.images.process([image])
+        return self._processed_images[image]
 
     def add_image(self, path: Path) -> None:
-        """Put an image in front of the next question. Raises TurnError for a file that is none."""
+        """Put an image in front of the next question. Raises TurnError if it cannot be read."""
         name = str(path.expanduser().absolute())
         try:
-            self._process(name)
+            self._processed(name)
         except ValueError as error:
             raise TurnError(str(error)) from None
         self.images.append(name)
 
     def start_with(self, messages: list[dict[str, Any]]) -> None:
         """Continue a conversation that may begin with a system prompt."""
-        has_system = messages[0]["role"] == "system"
-        self.system = messages[0]["content"] if has_system else None
-        self.turns, self.forgotten = messages[has_system:], 0
+        self.forgotten = 0
+        if messages[0]["role"] == "system":
+            self.system = messages[0]["content"]
+            self.turns = messages[1:]
+        else:
+            self.system = None
+            self.turns = messages
 
     def ask(self, text: str | None, show: Callable[[str], None]) -> RequestOutput:
-        """Answer the user's text, or without it the last question again, in pieces to `show`. KeyboardInterrupt ends
-        the answer, and its text is kept; if it has none, KeyboardInterrupt is raised. Raises TurnError."""
-        before = self.turns, self.forgotten
-        answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
-        self.retries = self.retries + 1 if text is None and answered else 0
-        if text is not None:
-            self.turns = [
-                *self.turns,
-                {"role": "user", "content": with_images_before(text, self.images)},
-            ]
+        """Answer the user.
+
+        KeyboardInterrupt ends an answer, whose text stays in the conversation.
+
+        Args:
+            text: the message of the user; None to answer the last question again.
+            show: takes each piece of the answer.
+
+        Raises:
+            TurnError: the question cannot be answered.
+            KeyboardInterrupt: the user stopped before an answer began.
+        """
+        turns_before = self.turns
+        forgotten_before = self.forgotten
+        is_answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
+        self.retries = self.retries + 1 if text is None and is_answered else 0
+        if text is None:
+            self.turns = self.turns[: self._last_question()]
         else:
-            questions = [
-                place
-                for place, message in enumerate(self.turns, 1)
-                if message["role"] != "assistant"
-            ]
-            self.turns = self.turns[: max(questions, default=0)]
+            content = with_images_before(text, self.images)
+            self.turns = [*self.turns, {"role": "user", "content": content}]
         try:
             if not self.turns:
                 raise TurnError("the conversation has no question to answer again")
             output = self._answer(show)
         except BaseException:
-            self.turns, self.forgotten = before
+            self.turns = turns_before
+            self.forgotten = forgotten_before
             raise
         if text is not None:
             self.images = []
         return output
 
+    def _last_question(self) -> int:
+        """The number of turns up to the last question."""
+        end = len(self.turns)
+        while end > 0 and self.turns[end - 1]["role"] == "assistant":
+            end -= 1
+        return end
+
     def _answer(self, show: Callable[[str], None]) -> RequestOutput:
+        """Answer the last question, and add the answer to the conversation."""
         from qsample.runtime import EngineClosedError
 
-        limits, own = ("max_new_tokens", "max_length"), self.model.generation_config
-        options = {**self.options, "outputs": ()}
-        if not any(name in options or own.get(name) is not None for name in limits):
-            options["max_length"] = self.engine.capacity
-        if options.get("seed") is not None:  # the same seed would give the same answer again
-            options["seed"] = (options["seed"] + self.retries) % NUM_SEEDS
+        options = self._request_options()
         self._forget(options.get("max_new_tokens"))
         try:
             request = self.engine.add_request(self.seen, **options, **self.template)
@@ -237,7 +280,8 @@ class Conversation:
             raise
         output = request.result()
         if output.finish_reason == "cancelled" and not output.text:
-            raise KeyboardInterrupt  # no answer began: an empty one would be a part of the conversation
+            # An empty answer would become a part of the conversation.
+            raise KeyboardInterrupt
         self.turns = [*self.turns, {"role": "assistant", "content": output.text or ""}]
         self.answers += 1
         self.tokens += len(output.token_ids)
@@ -245,34 +289,55 @@ class Conversation:
         self.context = output.usage.prompt_tokens + len(output.token_ids)
         return output
 
+    def _request_options(self) -> dict[str, Any]:
+        """The arguments of `Engine.add_request` for the next answer."""
+        options = {**self.options, "outputs": ()}
+        model_options = self.model.generation_config
+        if not any(
+            name in options or model_options.get(name) is not None
+            for name in ("max_new_tokens", "max_length")
+        ):
+            options["max_length"] = self.engine.capacity
+        if options.get("seed") is not None:
+            # With the same seed, a question that is answered again would have the same answer.
+            options["seed"] = (options["seed"] + self.retries) % NUM_SEEDS
+        return options
+
     def _forget(self, new_tokens: int | None) -> None:
-        """Leave out the oldest turns that have no room in the context next to an answer of `new_tokens`, by default a
-        quarter of it. The last question stays."""
+        """Forget the oldest turns until the context has room for an answer.
+
+        The last question is not forgotten.
+
+        Args:
+            new_tokens: the most tokens of the answer. At most a quarter of the context is kept free
+                for it.
+        """
         capacity = self.engine.capacity
         room = min(new_tokens or capacity, capacity // 4)
         while (self._count() or 0) + room > capacity:
-            later = [
-                place
-                for place, message in enumerate(self.turns)
-                if place > self.forgotten and message["role"] == "user"
+            later_questions = [
+                index
+                for index, message in enumerate(self.turns)
+                if index > self.forgotten and message["role"] == "user"
             ]
-            if not later:
+            if not later_questions:
                 return
-            self.forgotten = later[0]
+            self.forgotten = later_questions[0]
 
     def _count(self) -> int | None:
-        """The tokens of the messages that the model sees; None if its template does not take them."""
+        """The number of tokens that the model sees; None if its template refuses the messages."""
         from qsample.text.chat import ChatOptions
 
         assert self.model.tokenizer is not None
         try:
             options = ChatOptions(**self.template)
-            return len(self.model.images.encode(self.seen, [], self.model.tokenizer, options)[0])
+            encoded = self.model.images.encode(self.seen, [], self.model.tokenizer, options)
+            return len(encoded[0])
         except ValueError:
             return None
 
     def _too_long(self) -> str | None:
-        """A message if the question does not fit."""
+        """The message about a question that does not fit into the context; None if it fits."""
         count = self._count()
         if count is None or count < self.engine.capacity:
             return None
@@ -282,23 +347,32 @@ class Conversation:
         )
 
     def set_parameter(self, name: str, text: str) -> None:
-        """Set an option of the next answers. Raises TurnError for an unknown name or a wrong value."""
+        """Set an option of the next answers.
+
+        Args:
+            text: the value as JSON, or a text without quotes; null for the model's own.
+
+        Raises:
+            TurnError: the name is unknown, or the value is wrong.
+        """
         from qsample.text.generated_text import check_stop_strings
 
         value: Any = text
         with suppress(ValueError):
-            value = parse_json("null" if text == "None" else text)  # as errors call it
+            # Errors speak of None, so users type it.
+            value = parse_json("null" if text == "None" else text)
         if name in ("stop_strings", "adapter") and not isinstance(value, str | list | None):
-            value = text  # a number that stands in the text
-        changed = {
-            key: kept for key, kept in {**self.options, name: value}.items() if kept is not None
-        }
-        if name in SAMPLING_FIELDS and value is not None:
+            # A number is the text of a stop string or the name of an adapter.
+            value = text
+        changed = {**self.options, name: value}
+        if value is None:
+            del changed[name]
+        elif name in SAMPLING_FIELDS:
             changed.pop("do_sample", None)
+        params = {key: option for key, option in changed.items() if key != "stop_strings"}
         try:
             check_stop_strings(changed.get("stop_strings"))
-            checked = {key: kept for key, kept in changed.items() if key != "stop_strings"}
-            SamplingParams.from_generation_config(None, **checked)
+            SamplingParams.from_generation_config(None, **params)
         except (ValueError, TypeError) as error:
             raise TurnError(str(error)) from None
         self.options = changed
@@ -308,7 +382,7 @@ class Screen:
     """Reads the user's lines, and shows the answers."""
 
     def __init__(self, conversation: Conversation) -> None:
-        self._talk = conversation
+        self._conversation = conversation
         self._typed = sys.stdin.isatty()
         self._failed = 0
         self._ended = False
@@ -316,7 +390,11 @@ class Screen:
         self._file: Path | None = None
 
     def run(self) -> int:
-        """Run until the input ends. Returns the number of a pipe's lines that failed; 0 at a terminal."""
+        """Run until the input ends.
+
+        Returns:
+            The number of lines of a pipe that failed; 0 at a terminal.
+        """
         if self._typed:
             note("/help lists the commands; ctrl-D ends")
         for text in self._texts():
@@ -325,7 +403,8 @@ class Screen:
             except TurnError as error:
                 self._failed += 1
                 note(str(error))
-            except KeyboardInterrupt:  # before an answer began
+            except KeyboardInterrupt:
+                # The user stopped before an answer began.
                 if not self._typed:
                     raise
                 print()
@@ -347,7 +426,7 @@ class Screen:
         command.run(self, (match[2] or "").strip())
 
     def _texts(self) -> Iterator[str]:
-        """The user's texts that are not empty."""
+        """The texts of the user, except for empty ones."""
         while True:
             try:
                 text = self._text()
@@ -365,28 +444,51 @@ class Screen:
                 yield text.strip()
 
     def _text(self) -> str | None:
-        """A line, or several lines in quotes or with a backslash at their ends; None at the end of the input."""
-        line, lines = self._line(_PROMPT), list[str]()
+        """The next text: a line, or several lines; None at the end of the input."""
+        line = self._line(_PROMPT)
         if line is None:
             return None
-        if quoted := line.lstrip().startswith(_QUOTES):
-            line = line.lstrip().removeprefix(_QUOTES)
-        while line is not None and (
-            not line.rstrip().endswith(_QUOTES) if quoted else line.endswith("\\")
-        ):
-            lines.append(line if quoted else line[:-1])
-            line = self._line(_MORE)
-        if line is not None:
-            lines.append(line.rstrip().removesuffix(_QUOTES) if quoted else line)
+        if line.lstrip().startswith(_QUOTES):
+            return self._quoted_text(line.lstrip().removeprefix(_QUOTES))
+        return self._continued_text(line)
+
+    def _quoted_text(self, line: str) -> str:
+        """The text up to the line that ends with quotes.
+
+        Args:
+            line: the first line, without the quotes at its beginning.
+        """
+        lines: list[str] = []
+        next_line: str | None = line
+        while next_line is not None:
+            if next_line.rstrip().endswith(_QUOTES):
+                lines.append(next_line.rstrip().removesuffix(_QUOTES))
+                break
+            lines.append(next_line)
+            next_line = self._line(_CONTINUATION_PROMPT)
+        return "\n".join(lines)
+
+    def _continued_text(self, line: str) -> str:
+        """The text up to the first line that does not end with a backslash."""
+        lines: list[str] = []
+        next_line: str | None = line
+        while next_line is not None:
+            if not next_line.endswith("\\"):
+                lines.append(next_line)
+                break
+            lines.append(next_line[:-1])
+            next_line = self._line(_CONTINUATION_PROMPT)
         return "\n".join(lines)
 
     def _line(self, prompt: str) -> str | None:
+        """The next line of the input, without its end; None at the end of the input."""
         if not self._typed:
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
         if sys.stdout.isatty():
             with suppress(ImportError):
-                import readline  # noqa: F401  # input() edits lines and has a history then
+                # With this module, input() edits lines and has a history.
+                import readline  # noqa: F401
         else:
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
@@ -396,21 +498,21 @@ class Screen:
             return None
 
     def _answer(self, text: str | None) -> None:
-        """Answer the user's text, or without it the last question again."""
-        ended = "\n"
+        """Answer a message of the user; None answers the last question again."""
+        last_character = "\n"
 
         def show(piece: str) -> None:
-            nonlocal ended
-            ended = piece[-1:] or ended
+            nonlocal last_character
+            last_character = piece[-1:] or last_character
             print(piece, end="", flush=True)
 
-        forgotten = self._talk.forgotten
-        output = self._talk.ask(text, show)
-        if ended != "\n" or not output.text:
+        forgotten_before = self._conversation.forgotten
+        output = self._conversation.ask(text, show)
+        if last_character != "\n" or not output.text:
             print(flush=True)
         note(self._figures(output))
-        if self._talk.forgotten > forgotten:
-            left_out = counted(self._talk.forgotten, "message")
+        if self._conversation.forgotten > forgotten_before:
+            left_out = counted(self._conversation.forgotten, "message")
             note(
                 f"the context is full: the model no longer sees the oldest {left_out}; /save keeps them all"
             )
@@ -420,19 +522,21 @@ class Screen:
             raise TurnError("the model gave NaN or infinite logits, and the answer ended there")
 
     def _figures(self, output: RequestOutput) -> str:
-        count, capacity = len(output.token_ids), self._talk.engine.capacity
+        """The figures of an answer, and the reason why it ended early or is empty."""
+        count = len(output.token_ids)
+        capacity = self._conversation.engine.capacity
         speed = count / max(output.timing.total_seconds, 1e-9)
         drafts = output.usage.drafts
         guessed = f", {drafts.tokens_per_step:.2f} a step" if drafts.num_drafts else ""
         text = f"{counted(count, 'token')}, {speed:.0f} a second{guessed}, seed {output.seed}"
-        text += f"; {self._talk.context} of {capacity} tokens of context"
+        text += f"; {self._conversation.context} of {capacity} tokens of context"
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"
         if output.finish_reason != "length":
-            return (
-                text if output.text else f"{text}. The answer is empty: the model ended it at once"
-            )
-        if self._talk.context >= capacity:
+            if output.text:
+                return text
+            return f"{text}. The answer is empty: the model ended it at once"
+        if self._conversation.context >= capacity:
             return f"{text}. The context is full, and the answer ends there; --ctx-len gives more"
         return f"{text}. The answer was cut off: /set max_new_tokens gives more"
 
@@ -443,17 +547,17 @@ class Screen:
 
     def reset(self, text: str) -> None:
         """`/reset`: forget the conversation, and the images of the next message."""
-        self._talk.turns = []
-        self._talk.forgotten = 0
-        self._talk.images = []
+        self._conversation.turns = []
+        self._conversation.forgotten = 0
+        self._conversation.images = []
         note("the conversation is empty")
 
     def add_image(self, text: str) -> None:
         """`/image FILE`."""
         if not text:
             raise TurnError("name the file of an image")
-        self._talk.add_image(Path(text))
-        note(f"{counted(len(self._talk.images), 'image')} for the next message")
+        self._conversation.add_image(Path(text))
+        note(f"{counted(len(self._conversation.images), 'image')} for the next message")
 
     def retry(self, text: str) -> None:
         """`/retry`: answer the last question again."""
@@ -462,26 +566,28 @@ class Screen:
     def set_system_prompt(self, text: str) -> None:
         """`/system TEXT`: a system prompt; "-" for none, and no text to show it."""
         if text:
-            self._talk.system = None if text == "-" else text
-        note(f"system prompt: {self._talk.system or 'none'}")
+            self._conversation.system = None if text == "-" else text
+        note(f"system prompt: {self._conversation.system or 'none'}")
 
     def set_parameter(self, text: str) -> None:
         """`/set NAME VALUE`: a parameter of the next answers; without both, show them."""
         name, _, value = text.partition(" ")
         if value.strip():
-            self._talk.set_parameter(name.replace("-", "_"), value.strip())
+            self._conversation.set_parameter(name.replace("-", "_"), value.strip())
         elif name:
             raise TurnError(f"/set {name} has no value; give one, or null for the model's own")
-        given = ", ".join(f"{name} {value}" for name, value in self._talk.options.items())
+        given = ", ".join(f"{name} {value}" for name, value in self._conversation.options.items())
         note(f"{given or 'nothing is set'}; the rest is the model's own")
 
     def show_figures(self, text: str) -> None:
-        """`/stats`: what the answers came to."""
-        talk = self._talk
-        speed = talk.tokens / max(talk.seconds, 1e-9)
+        """`/stats`: the figures of all answers."""
+        conversation = self._conversation
+        speed = conversation.tokens / max(conversation.seconds, 1e-9)
+        answers = counted(conversation.answers, "answer")
+        tokens = counted(conversation.tokens, "token")
         note(
-            f"{counted(talk.answers, 'answer')}, {counted(talk.tokens, 'token')} in {talk.seconds:.2f} s, "
-            f"{speed:.0f} a second; {talk.context} of {talk.engine.capacity} tokens of context"
+            f"{answers}, {tokens} in {conversation.seconds:.2f} s, {speed:.0f} a second; "
+            f"{conversation.context} of {conversation.engine.capacity} tokens of context"
         )
 
     def end(self, text: str) -> None:
@@ -493,7 +599,7 @@ class Screen:
         path = _path_of(text)
         if path.exists() and path != self._file:
             raise TurnError(f"{path} exists; give another file")
-        messages = self._talk.messages
+        messages = self._conversation.messages
         text = json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
         try:
             with file_aside(path) as aside:
@@ -516,7 +622,7 @@ class Screen:
             raise TurnError(f"cannot read {path}: {error.strerror}") from None
         except ValueError as error:
             raise TurnError(f"{path} does not hold a conversation: {error}") from None
-        self._talk.start_with(messages)
+        self._conversation.start_with(messages)
         self._file = path
         waits = "" if messages[-1]["role"] == "assistant" else "; /retry answers the last"
         note(counted(len(messages), "message") + waits)
@@ -535,8 +641,8 @@ class Command:
 
     Attributes:
         name: the name after the slash.
-        argument: what the help shows after the name.
-        help: what the command does.
+        argument: the placeholder of the argument in the help.
+        help: the description in the help.
         run: the method of `Screen`. It is given the text after the name, and raises TurnError.
         aliases: other names of the command.
     """

@@ -1,4 +1,4 @@
-"""The commands that are installed: those of the core and of every add-on, found by their entry points."""
+"""The installed commands of the core and of all add-ons, found by their entry points."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Panel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CliCommand:
-    """A command of the command line. An add-on registers it under its name in the group `qsample.commands`.
+    """A command of the command line, registered under its name in the group `qsample.commands`.
 
     Attributes:
-        function: the function that typer calls, or a typer application with commands of its own.
+        function: the function that typer calls, or a typer application with several commands.
         panel: the heading under which `qsample --help` lists the command.
-        examples: the text below the command's help, in rich's markup; a blank line separates the examples.
+        examples: the text below the help of the command, in the markup of Rich. A blank line
+            separates the examples.
     """
 
     function: Callable[..., Any] | typer.Typer
@@ -42,8 +43,8 @@ class CliCommand:
 def installed_commands() -> Iterator[tuple[str, CliCommand]]:
     """Each command with its name, in the order of `qsample --help`.
 
-    A command that cannot be imported is left out with a note on stderr: a broken add-on must not take the rest of the
-    command line with it.
+    A command that cannot be imported is left out with a note on stderr, so a broken add-on does not
+    break the other commands.
     """
     found: list[tuple[str, CliCommand]] = []
     for name in extension_names(COMMANDS):
@@ -56,7 +57,7 @@ def installed_commands() -> Iterator[tuple[str, CliCommand]]:
 
 
 def register_commands(app: typer.Typer) -> None:
-    """Give the installed commands to `app`."""
+    """Add the installed commands to `app`."""
     for name, command in installed_commands():
         panel = command.panel.value
         if isinstance(command.function, typer.Typer):

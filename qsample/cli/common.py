@@ -1,4 +1,7 @@
-"""Options that several commands share: annotations of single flags, groups of flags, and how their texts are read."""
+"""Options that several commands share: annotations of single flags, and groups of flags.
+
+The annotations are for parameters of commands and for fields of groups (option_groups.py).
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,6 @@ Lora = Annotated[
         help="Load this LoRA adapter, a folder of PEFT's; may be repeated.",
     ),
 ]
-
 TrustedKeys = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,12 +95,13 @@ TrustedKeys = Annotated[
     ),
 ]
 
-
 _SAMPLING_PANEL: Final = "Sampling"
 _FILTER_PANEL: Final = "More sampling, for packages exported with --filter"
-SAMPLING_HELPS: Final[Mapping[str, str]] = {
+# Lists of token ids have no flag: --bad-word has texts in their place.
+_SAMPLING_HELPS: Final[Mapping[str, str]] = {
     name: text for name, text in HELP.items() if name != "bad_words_ids"
 }
+# The heading of each flag in the help, by the field of SamplingParams.
 SAMPLING_PANELS: Final[Mapping[str, str]] = {
     name: _FILTER_PANEL if name in FILTER_FIELDS else _SAMPLING_PANEL for name in OFF_VALUES
 }
@@ -106,11 +109,11 @@ SAMPLING_PANELS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen. Options that are not given leave the choice to the model's generation_config."""
+    """How tokens are chosen. The model's generation_config has the defaults."""
 
     params: Annotated[
         dict[str, Any],
-        FieldFlags(SamplingParams, helps=SAMPLING_HELPS, panels=SAMPLING_PANELS, unset=True),
+        FieldFlags(SamplingParams, helps=_SAMPLING_HELPS, panels=SAMPLING_PANELS, unset=True),
     ]
     stop_strings: Annotated[
         list[str] | None,
@@ -128,7 +131,7 @@ class SamplingOptions:
     ] = False
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `generate` for the options that were given.
+        """The given options as arguments of `generate`.
 
         Raises:
             typer.BadParameter: a value is outside its range, or two options contradict each other.
@@ -150,7 +153,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureOptions:
-    """The features of an exported package."""
+    """The features of a package that is exported."""
 
     fields: Annotated[dict[str, Any], FieldFlags(Features)]
     for_serving: Annotated[
@@ -162,7 +165,7 @@ class FeatureOptions:
     ] = False
 
     def features(self) -> Features:
-        """The features that were given. One --filter may have several names, with commas between them.
+        """The features. A --filter may have several names, separated by commas.
 
         Raises:
             typer.BadParameter: a filter is unknown.
@@ -180,7 +183,7 @@ class FeatureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """What a chat template is given beside the messages of the user."""
+    """The system prompt, the chat template and its variables."""
 
     system: Annotated[
         str | None, typer.Option(help="System prompt, in front of every conversation.")
@@ -235,11 +238,12 @@ class TemplateOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatMode:
-    """Whether the texts of a command are messages of a user, and what the chat template is given beside them.
+    """Whether the texts of a command are messages of a user, and with which system prompt.
 
     Attributes:
         enabled: whether a text is a user's message; otherwise the model continues it.
-        asked_for: whether the command line has an option of chats; otherwise the model's template decides.
+        asked_for: whether the command line has an option of chats; otherwise texts are messages if
+            the model has a chat template.
         system: the system prompt.
         arguments: the arguments of `generate` about the template.
     """
@@ -262,7 +266,7 @@ class ChatMode:
         return self.enabled and not self.asked_for
 
     def enable(self) -> ChatMode:
-        """The same with texts as messages, for a model that has a chat template."""
+        """The mode with texts as messages, for a model that has a chat template."""
         return replace(self, enabled=True)
 
     def messages(self, text: str, images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -277,19 +281,30 @@ def system_message(text: str | None) -> list[dict[str, Any]]:
 
 
 def read_template(template: str) -> str:
-    """The text of a file; or the name of a template, if no file has that name."""
+    """The text of a template's file, or the name of a template if no file has that name.
+
+    Raises:
+        typer.BadParameter: the file cannot be read, or a text that cannot be a name is not a file.
+    """
     path = Path(template)
-    if not os.path.isfile(path):
-        if path.suffix or "/" in template or "{" in template or os.path.exists(path):
-            raise typer.BadParameter(
-                f"--chat-template {template:.60} is not a file; give a file, or a template's name"
-            )
-        return template
-    return read_text(path, "--chat-template")
+    if os.path.isfile(path):
+        return read_text(path, "--chat-template")
+    if path.suffix or "/" in template or "{" in template or os.path.exists(path):
+        raise typer.BadParameter(
+            f"--chat-template {template:.60} is not a file; give a file, or a template's name"
+        )
+    return template
 
 
 def read_text(path: Path, option: str) -> str:
-    """The text of a file that `option` names. Raises typer.BadParameter if it cannot be read or is empty."""
+    """The text of a file in UTF-8.
+
+    Args:
+        option: the option that names the file, for messages.
+
+    Raises:
+        typer.BadParameter: the file cannot be read, is not UTF-8, or is empty.
+    """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -303,14 +318,21 @@ def read_text(path: Path, option: str) -> str:
     return text
 
 
-def read_loras(given: list[str] | None) -> dict[str, str]:
-    """Name → folder of the adapters of a command line. Raises typer.BadParameter, before a model is loaded."""
+def read_loras(entries: list[str] | None) -> dict[str, str]:
+    """The adapters of a command line, name → folder.
+
+    Args:
+        entries: the values of --lora.
+
+    Raises:
+        typer.BadParameter: an entry is not NAME=DIR, repeats a name, or has no adapter in its folder.
+    """
     from qsample.huggingface.lora import CONFIG
 
     loras: dict[str, str] = {}
-    for entry in given or ():
-        name, found, folder = entry.partition("=")
-        if not found or not name or not folder:
+    for entry in entries or ():
+        name, separator, folder = entry.partition("=")
+        if not separator or not name or not folder:
             raise typer.BadParameter(f"--lora is {entry}; give NAME=DIR")
         if name in loras:
             raise typer.BadParameter(
@@ -325,7 +347,11 @@ def read_loras(given: list[str] | None) -> dict[str, str]:
 
 
 def with_adapter(arguments: Mapping[str, Any], loras: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `generate` with the adapter of a command line: --adapter, or the only adapter of --lora.
+    """The arguments of `generate` with the adapter of --adapter, or the only adapter of --lora.
+
+    Args:
+        arguments: the sampling options, which contain --adapter.
+        loras: the adapters of --lora, name → folder.
 
     Raises:
         typer.BadParameter: --adapter is not a name of --lora.
@@ -343,19 +369,29 @@ def with_adapter(arguments: Mapping[str, Any], loras: Mapping[str, str]) -> dict
 
 def with_images_before(text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
     """The content of a user's message: a text, and images before it."""
+    if not images:
+        return text
     parts = [{"type": "image", "image": image} for image in images]
-    return [*parts, {"type": "text", "text": text}] if parts else text
+    return [*parts, {"type": "text", "text": text}]
 
 
 def check_jinja() -> None:
-    """Raise ImportError if a chat lacks its library, before a model is loaded."""
+    """Raise ImportError if the library of chat templates is not installed.
+
+    Commands call it before they load a model.
+    """
     from qsample.text.chat import compile_template
 
     compile_template("{{ messages }}")
 
 
 def context_full(limit: int, consequence: str) -> str:
-    """A remark about a context of `limit` tokens. `consequence` completes "which ..." in the sentence."""
+    """A remark about a context that is full.
+
+    Args:
+        limit: the tokens of the context.
+        consequence: completes "the context is full, which ...".
+    """
     return (
         f"the context of {limit} tokens is full, which {consequence}; compile with a larger --ctx-len if the model "
         "supports it, or give less"

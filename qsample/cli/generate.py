@@ -67,7 +67,7 @@ _FORM_PANEL: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """The prompts, and what becomes of each."""
+    """The prompts, and the number and kind of their answers."""
 
     prompt: Annotated[
         list[str] | None,
@@ -142,30 +142,40 @@ class FormOptions:
         """The form; None if no option was given.
 
         Raises:
-            typer.BadParameter: several options were given, a file cannot be read, or no answer can follow the form.
+            typer.BadParameter: several options were given, a file cannot be read, or no answer can
+                follow the form.
         """
-        given: list[tuple[_FormKind, str, str]] = []
-        if self.json_schema is not None:
-            given.append(("json_schema", "--json-schema", self.json_schema))
-        if self.regex is not None:
-            given.append(("regex", "--regex", self.regex))
-        if self.grammar is not None:
-            given.append(("grammar", "--grammar", self.grammar))
+        values: dict[_FormKind, str | None] = {
+            "json_schema": self.json_schema,
+            "regex": self.regex,
+            "grammar": self.grammar,
+        }
+        given = {kind: value for kind, value in values.items() if value is not None}
         if not given:
             return None
         if len(given) > 1:
-            flags = " and ".join(flag for _, flag, _ in given)
+            flags = " and ".join(_form_flag(kind) for kind in given)
             raise typer.BadParameter(f"{flags} were given; give one of them")
-        kind, flag, value = given[0]
-        return _checked_form(kind, flag, value)
+        kind = next(iter(given))
+        return _checked_form(kind, given[kind])
 
 
 _FormKind = Literal["json_schema", "regex", "grammar"]
 
 
-def _checked_form(kind: _FormKind, flag: str, value: str) -> Form:
+def _form_flag(kind: _FormKind) -> str:
+    return f"--{kind.replace('_', '-')}"
+
+
+def _checked_form(kind: _FormKind, value: str) -> Form:
+    """The form of an option. Raises typer.BadParameter if no answer can follow it.
+
+    Args:
+        value: the form itself, or the name of its file.
+    """
     from qsample.request.grammar import Form, check_form
 
+    flag = _form_flag(kind)
     is_text = kind == "regex" or _is_schema_or_grammar(value)
     form = Form(kind, value if is_text else read_text(Path(value), flag))
     try:
@@ -176,7 +186,7 @@ def _checked_form(kind: _FormKind, flag: str, value: str) -> Form:
 
 
 def _is_schema_or_grammar(value: str) -> bool:
-    """Whether a value is a schema or grammar itself, and not the name of its file."""
+    """Whether a value is a schema or grammar itself, not the name of a file."""
     return value.lstrip().startswith("{") or "start:" in value or "::=" in value
 
 
@@ -198,7 +208,8 @@ def generate(
     loading: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Generate text. If the model has a chat template, a prompt is a user's message; without one, it is continued.
+    """Generate text. If the model has a chat template, a prompt is a user's message; without one,
+    it is continued.
 
     A single prompt streams; several form a batch. The model has the defaults.
     """
@@ -234,7 +245,7 @@ def generate(
 
 
 def _check_takes_masks(package: Package) -> None:
-    """Raise QsampleError for a package whose answers cannot follow a form."""
+    """Raise QsampleError if the answers of a package cannot follow a form."""
     if not package.interface.features.allowed_tokens:
         raise QsampleError(
             "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
@@ -243,6 +254,7 @@ def _check_takes_masks(package: Package) -> None:
 
 
 def _has_chat_template(package: Package) -> bool:
+    """Whether a package can turn messages into tokens."""
     from qsample.text.chat import ChatTemplates
     from qsample.text.tokenizer import TOKENIZER_FILE
 
@@ -255,6 +267,8 @@ class _Run:
 
     Attributes:
         opened: the package. It stays in the cache as long as this object.
+        loading: the options of loading the package.
+        running: the options of computing its tokens.
         arguments: the sampling options and the adapter, as arguments of `CausalLM.generate`.
         chat: whether the texts of prompts are messages of a user.
         form: the form of all answers.
@@ -283,7 +297,7 @@ class _Run:
                 'the package has no tokenizer, so it takes no text; give token ids, as "prompt" of a line in a '
                 "--prompt-file, or export the model with a tokenizer"
             )
-        # The text of each answer's prompt.
+        # Each answer has the text of its prompt.
         repeated = [text for text in texts for _ in range(prompts.num_return_sequences)]
         inputs = self._inputs(texts, prompts.image or [])
         arguments = self._arguments(model, prompts)
@@ -301,13 +315,13 @@ class _Run:
         _report(model, output, as_json=as_json)
 
     def _inputs(self, texts: list[str], images: Sequence[Path]) -> list[Any]:
-        """The inputs of `CausalLM.generate` for prompts: texts, or conversations."""
+        """The texts or conversations that `CausalLM.generate` answers."""
         if not self.chat.enabled:
             return list(texts)
         return [self.chat.messages(text, images) for text in texts]
 
     def _arguments(self, model: CausalLM, prompts: PromptOptions) -> dict[str, Any]:
-        """The arguments of `CausalLM.generate` beside its inputs."""
+        """The further arguments of `CausalLM.generate`."""
         stop_strings = self.arguments.get("stop_strings") or model.generation_config.stop_strings
         arguments = {
             **self.arguments,
@@ -327,12 +341,12 @@ class _Run:
         """Answer a single prompt, and print the text of the answer while it is generated.
 
         Args:
-            text: the text of the prompt, which is printed before a continuation.
+            text: the text of the prompt. It is printed before a continuation.
         """
         from qsample.runtime import TextStreamer
 
         assert model.tokenizer is not None
-        # The model reads placeholders where images are; the prompt is printed without them.
+        # The model reads placeholders in place of images; the prompt is printed without them.
         has_placeholders = "images" in arguments
         if has_placeholders:
             print(text, end="", flush=True)
@@ -359,15 +373,19 @@ class _Run:
 
 
 def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Array], None]:
-    """The guide of a batch."""
+    """A function that writes the masks of a batch, whose answers all follow a form.
+
+    Args:
+        rows: the number of rows of the batch.
+    """
     from qsample.request.grammar import GrammarGuide, Grammars
 
     compiled = Grammars(model).compiled(form)
     guides = [GrammarGuide(compiled, row) for row in range(rows)]
 
     def guide(step: Step | None, mask: Array) -> None:
-        for row, own in enumerate(guides):
-            own(step, mask[row : row + 1])
+        for row, guide_row in enumerate(guides):
+            guide_row(step, mask[row : row + 1])
 
     return guide
 
@@ -380,7 +398,7 @@ def _answer(
     outputs: Sequence[str] = (),
     streamer: TextStreamer | None = None,
 ) -> GenerateOutput:
-    """Generate a batch, without warnings: the finish reasons of its rows say the same."""
+    """Generate a batch without warnings, because the finish reasons of its rows say the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         output: GenerateOutput = model.generate(
@@ -396,7 +414,7 @@ def _json_outputs(model: CausalLM) -> list[str]:
 
 
 def _report(model: CausalLM, output: GenerateOutput, *, as_json: bool) -> None:
-    """Print the figures of a batch on stderr, with remarks about rows that did not end as they should.
+    """Print the figures of a batch on stderr, and remarks on rows that ended early.
 
     Raises:
         QsampleError: a row ended because its logits were NaN or infinite.
@@ -417,6 +435,7 @@ def _report(model: CausalLM, output: GenerateOutput, *, as_json: bool) -> None:
 
 
 def _read_stdin() -> str:
+    """The text of standard input. Raises typer.BadParameter if it is a terminal, or empty."""
     try:
         text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
     except UnicodeDecodeError as error:
@@ -429,14 +448,18 @@ def _read_stdin() -> str:
 
 
 def _as_json(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
-    """A JSON-ready dict with an entry of `results` for each prompt."""
+    """The document for --json: a result for each answer, and the times.
+
+    Args:
+        prompts: the text of each answer's prompt.
+    """
     results: list[dict[str, Any]] = []
     for row, prompt in enumerate(prompts):
-        new = output.token_ids[row]
+        token_ids = output.token_ids[row]
         entry: dict[str, Any] = {
             "prompt": prompt,
             "text": output.texts[row] if output.texts is not None else None,
-            "token_ids": new,
+            "token_ids": token_ids,
             "finish_reason": output.finish_reasons[row],
             "seed": output.seeds[row],
             "prompt_tokens": output.prompt_lengths[row],
@@ -444,27 +467,31 @@ def _as_json(prompts: Sequence[str], output: GenerateOutput) -> dict[str, Any]:
         for name in _OUTPUTS_IN_JSON:
             values = getattr(output, name)
             if values is not None:
-                entry[name] = finite(values[row, : len(new)].tolist())
+                entry[name] = finite(values[row, : len(token_ids)].tolist())
         results.append(entry)
     return {"results": results, "timing": asdict(output.timing)}
 
 
 def _show(prompts: Sequence[str], output: GenerateOutput, *, with_prompt: bool) -> None:
-    """Print a batch on stdout, a section for each prompt."""
+    """Print a batch on stdout, with a section for each answer.
+
+    Args:
+        prompts: the text of each answer's prompt.
+        with_prompt: print the prompt before the answer, which continues it.
+    """
     screen = console()
     for row, prompt in enumerate(prompts):
-        count, reason = len(output.token_ids[row]), output.finish_reasons[row]
-        screen.rule(
-            f"{row + 1}: {counted(count, 'token')}, {reason}, seed {output.seeds[row]}",
-            align="left",
-            style="dim",
-        )
-        print((prompt if with_prompt else "") + (output.texts or [])[row])
+        tokens = counted(len(output.token_ids[row]), "token")
+        heading = f"{row + 1}: {tokens}, {output.finish_reasons[row]}, seed {output.seeds[row]}"
+        screen.rule(heading, align="left", style="dim")
+        answer = (output.texts or [])[row]
+        print(f"{prompt}{answer}" if with_prompt else answer)
 
 
 def _figures(output: GenerateOutput) -> str:
-    """The number of tokens, the speed and the seeds."""
-    count, timing = sum(map(len, output.token_ids)), output.timing
+    """The number of tokens, the speed and the seeds of a batch."""
+    count = sum(len(token_ids) for token_ids in output.token_ids)
+    timing = output.timing
     seconds = timing.prefill_seconds + timing.decode_seconds
     seeds = ", ".join(map(str, output.seeds))
     guessed = f", {timing.drafts.tokens_per_step:.2f} a step" if timing.drafts.num_drafts else ""

@@ -1,4 +1,4 @@
-"""The help of a command: options and their texts, none cut at any width."""
+"""The help of a command, whose names and texts are whole at any width of the terminal."""
 
 from __future__ import annotations
 
@@ -16,41 +16,52 @@ from typer.core import TyperCommand
 
 from qsample.cli.terminal import console
 
-_NAMES: Final = 24  # characters; the text of a longer name comes below it
-_KIND: Final = re.compile(r"<(?:list\[)?(\w+)[^>]*>")
+# The width of the names' column, in characters. The text of a longer name is printed below it.
+_NAME_WIDTH: Final = 24
+# The type of an option, such as "<list[str]>", whose word is shown.
+_OPTION_TYPE: Final = re.compile(r"<(?:list\[)?(\w+)[^>]*>")
+# A line break inside a paragraph of a docstring.
+_LINE_BREAK: Final = re.compile(r"(?<!\n)\n(?!\n)")
 
 
 class Command(TyperCommand):
-    """A command that prints its help as a name and its text a row, with both whole at any width."""
+    """A command whose help has a row for each option: the names and the text."""
+
+    def __init__(self, name: str | None, *, help: str | None = None, **settings: Any) -> None:
+        """Make a command whose help is a docstring, without the line breaks in its paragraphs."""
+        text = _LINE_BREAK.sub(" ", inspect.cleandoc(help or ""))
+        super().__init__(name, help=text, **settings)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help on stdout; `formatter` stays empty."""
+        """Print the help on stdout. The formatter of the parser stays empty."""
         screen = console()
-        about = f"\n{ctx.get_usage()}\n\n{inspect.cleandoc(self.help or '')}\n"
-        screen.print(Padding(Text(about), (0, 1)))
+        screen.print(Padding(Text(f"\n{ctx.get_usage()}\n\n{self.help}\n"), (0, 1)))
         panels: dict[str, list[Any]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                title = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panels.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).extend(
-                    _entry(*record)
-                )
+            record = parameter.get_help_record(ctx)
+            if record is None:  # The parameter is hidden.
+                continue
+            names, text = record
+            title = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            title = getattr(parameter, "rich_help_panel", None) or title
+            panels.setdefault(title, []).extend(_entry(names, text))
         for title, entries in panels.items():
             screen.print(
                 Panel(Group(*entries), title=title, title_align="left", border_style="dim")
             )
-        screen.print(
-            *(f" {line}" for line in (self.epilog or "").split("\n\n")), sep="\n", soft_wrap=True
-        )
+        examples = [f" {line}" for line in (self.epilog or "").split("\n\n")]
+        screen.print("\n".join(examples), soft_wrap=True)
 
 
 def _entry(names: str, text: str) -> list[Any]:
-    """An option's name and text side by side, or one below the other."""
-    names = _KIND.sub(r"<\1>", names)
-    beside = cell_len(names) <= _NAMES
+    """The names of an option and its text, side by side or below each other."""
+    names = _OPTION_TYPE.sub(r"<\1>", names)
+    styled_names = Text(names, style="bold cyan")
     row = Table.grid(padding=(0, 1))
-    row.add_column(width=_NAMES, no_wrap=True)
+    row.add_column(width=_NAME_WIDTH, no_wrap=True)
     row.add_column()
-    shown = Text(names, style="bold cyan")
-    row.add_row(shown if beside else "", Text(text))
-    return [row] if beside else [shown, row]
+    if cell_len(names) <= _NAME_WIDTH:
+        row.add_row(styled_names, Text(text))
+        return [row]
+    row.add_row("", Text(text))
+    return [styled_names, row]

@@ -1,4 +1,4 @@
-"""`qsample inspect`, and `qsample pull` and `qsample cache` for the packages of models that were given directly."""
+"""`qsample inspect`; `qsample pull` and `qsample cache` for the models that were given directly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
 from qsample.disk.protobuf import fields
 from qsample.errors import QsampleError
-from qsample.package.manifest import GraphPart, Manifest
+from qsample.package.manifest import Compilation, GraphPart, Manifest
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of
 
@@ -52,11 +52,15 @@ PULL_EXAMPLES: Final = (
     "qsample pull Qwen/Qwen3-0.6B --weights int4\n\n"
     "qsample chat Qwen/Qwen3-0.6B --weights int4"
 )
-_INPUTS_SHOWN: Final = 6
-_GRAPH, _NODE, _TYPE = 7, 1, 4  # fields of onnx.proto: a model's graph, its nodes, their operators
-_SIZES: Final = ((640, 480), (1920, 1080))  # of images, for the number of their tokens
-_WIDTH_OF_A_FILE: Final = 120
-_WIDTH_OF_A_LIST: Final = 160
+_MAX_INPUTS_SHOWN: Final = 6
+# The fields of onnx.proto: the graph of a model, the nodes of a graph, the operator of a node.
+_GRAPH_FIELD: Final = 7
+_NODE_FIELD: Final = 1
+_OPERATOR_FIELD: Final = 4
+# The numbers of tokens are shown for images of these widths and heights, in pixels.
+_IMAGE_SIZES: Final = ((640, 480), (1920, 1080))
+_WIDTH_OF_A_FILE: Final = 120  # columns
+_WIDTH_OF_A_LIST: Final = 160  # columns
 
 cache_app = typer.Typer(
     help="The models that were given directly, compiled: list them, or free their space."
@@ -82,20 +86,19 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its operators.
+    """Show a package: its graphs' inputs, states and outputs, its source, and the devices of its
+    operators.
 
-    Of a bundle, it shows the packages; of a GGUF file and of decoder files of another exporter, what they are and
-    whether they can become a package.
+    Of a bundle, it shows the packages; of a GGUF file and of decoder files of another exporter,
+    what they are and whether they can become a package.
     """
     from qsample.models.sources import describe_source
     from qsample.ort.model_package import variants_in
 
-    if variants := variants_in(package):
-        _show_bundle(
-            package,
-            {name: read_package(path, verify=verify) for name, path in variants.items()},
-            as_json,
-        )
+    variants = variants_in(package)
+    if variants:
+        packages = {name: read_package(path, verify=verify) for name, path in variants.items()}
+        _show_bundle(package, packages, as_json)
         return
     if not is_package(package):
         description = describe_source(package)
@@ -112,6 +115,7 @@ def inspect(
 
 
 def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> None:
+    """Print the packages of a bundle on stdout."""
     if as_json:
         described = {name: describe(package) for name, package in variants.items()}
         typer.echo(json.dumps({"path": str(path.resolve()), "variants": described}, indent=2))
@@ -128,6 +132,7 @@ def _show_bundle(path: Path, variants: Mapping[str, Package], as_json: bool) -> 
 
 
 def _show_source(description: SourceDescription, as_json: bool) -> None:
+    """Print the facts of a model that is not a package on stdout."""
     if as_json:
         typer.echo(json.dumps(description.document, indent=2))
         return
@@ -145,13 +150,14 @@ def _in_words(fact: str | Sequence[str] | Mapping[str, int]) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and the number of the rest."""
-    rest = len(names) - _INPUTS_SHOWN
-    return ", ".join(names[:_INPUTS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    """The first names, and the number of further names."""
+    listed = ", ".join(names[:_MAX_INPUTS_SHOWN])
+    num_more = len(names) - _MAX_INPUTS_SHOWN
+    return f"{listed} and {num_more} more" if num_more > 0 else listed
 
 
 def _facts_table(title: str, rows: Mapping[str, str]) -> Table:
-    """A line for each row that has a text."""
+    """A table of names and texts, without rows whose text is empty."""
     facts = Table(
         title=escape(title), show_header=False, box=None, title_justify="left", title_style="bold"
     )
@@ -162,12 +168,14 @@ def _facts_table(title: str, rows: Mapping[str, str]) -> Table:
 
 
 def describe(package: Package) -> dict[str, Any]:
-    """The package as a JSON-ready dict: the manifest, and every graph's tensors with dtype, axes and meaning."""
+    """A package as a JSON-ready dict.
+
+    It has the manifest, and the dtype, axes and meaning of each tensor of each graph.
+    """
+    graphs = package.interface.graphs
     return {
         "path": str(package.path),
-        "graphs": {
-            name: _describe_graph(graph) for name, graph in package.interface.graphs.items()
-        },
+        "graphs": {name: _describe_graph(graph) for name, graph in graphs.items()},
         "axes": {**AXIS_MEANINGS, **_fixed_axes(package)},
         "rounding": _rounding(package),
         **json.loads(package.manifest.to_json()),
@@ -175,7 +183,7 @@ def describe(package: Package) -> dict[str, Any]:
 
 
 def _describe_graph(graph: GraphSpec) -> dict[str, Any]:
-    """Inputs, states (each with the output that holds its next value) and outputs of a graph."""
+    """The inputs, states and outputs of a graph. "next" is the output with a state's next value."""
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
         off = {} if spec.off is None else {"off": spec.off}
@@ -195,7 +203,7 @@ def _describe_graph(graph: GraphSpec) -> dict[str, Any]:
 
 
 def _fixed_axes(package: Package) -> dict[str, int]:
-    """The named axes whose size this package fixes."""
+    """The named axes of fixed size, with their sizes."""
     sizes = {name: size for name, size in package.interface.sizes.items() if size}
     if package.manifest.compilation:
         sizes[CAPACITY] = package.manifest.compilation.ctx_len
@@ -209,14 +217,14 @@ def show(package: Package) -> None:
     for name, graph in package.interface.graphs.items():
         screen.print(_graph_table(name, graph))
     sizes = _fixed_axes(package)
-    axes = (f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items())
-    screen.print("[bold]Axes[/bold]\n" + "; ".join(axes) + "\n")
-    if compilation := package.manifest.compilation:
+    axes = [f"{axis} = {sizes.get(axis, meaning)}" for axis, meaning in AXIS_MEANINGS.items()]
+    screen.print(f"[bold]Axes[/bold]\n{'; '.join(axes)}\n")
+    compilation = package.manifest.compilation
+    if compilation is not None:
         placement = table("Placement", "execution provider", "nodes", "operators")
         for provider, operators in compilation.placement.items():
-            placement.add_row(
-                escape(provider), str(sum(operators.values())), escape(_counts(operators))
-            )
+            nodes = str(sum(operators.values()))
+            placement.add_row(escape(provider), nodes, escape(_counts(operators)))
         screen.print(placement)
     files = table("Files", "file", "size", "sha256")
     for name, entry in sorted(package.manifest.files.items()):
@@ -231,25 +239,21 @@ def _counts(operators: Mapping[str, int]) -> str:
 
 
 def _facts(package: Package) -> dict[str, str]:
-    manifest, interface, compilation = (
-        package.manifest,
-        package.interface,
-        package.manifest.compilation,
-    )
-    source, layers = manifest.source, len(interface.key_values)
+    """The facts of a package by their titles. A fact that the package lacks is empty."""
+    manifest = package.manifest
+    interface = package.interface
+    source = manifest.source
+    digests = [f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())]
+    features = asdict(interface.features).items()
     facts = {
         "kind": manifest.kind,
-        "source": source.model_id + (f" @ {source.revision}" if source.revision else ""),
-        "architecture": f"{source.architecture} ({source.model_type}), {layers} layers, vocabulary "
-        f"{interface.vocab_size}",
-        "made from": ", ".join(
-            f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())
-        ),
+        "source": f"{source.model_id} @ {source.revision}" if source.revision else source.model_id,
+        "architecture": f"{source.architecture} ({source.model_type}), {len(interface.key_values)} "
+        f"layers, vocabulary {interface.vocab_size}",
+        "made from": ", ".join(digests),
         "dtype": interface.dtype,
         "contract": manifest.contract_version,
-        "features": ", ".join(
-            _feature(name, value) for name, value in asdict(interface.features).items() if value
-        ),
+        "features": ", ".join(_feature(name, value) for name, value in features if value),
         "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
         "longest context": str(manifest.max_position_embeddings or "unlimited"),
         "made with": _pairs(manifest.versions),
@@ -258,79 +262,97 @@ def _facts(package: Package) -> dict[str, str]:
     }
     if interface.image is not None:
         facts["images"] = _images(package)
-    if packed := manifest.packed_weights:
-        facts["packed"] = _or_raw(_packed, packed)
-    if compilation:
-        rows = compilation.batch_size or "any number of"
-        facts["compiled for"] = (
-            f"{compilation.provider} ({', '.join(compilation.execution_providers)})"
-        )
-        facts["compiled with"] = ", ".join(
-            filter(None, (_pairs(compilation.versions), _pairs(compilation.options)))
-        )
-        facts["rows, context"] = f"{rows} rows, {compilation.ctx_len} tokens"
-        facts["devices"] = "; ".join(
-            _part(number, part) for number, part in enumerate(compilation.parts)
-        )
-        facts["self-test"] = figures_in_words(compilation.self_test)
-        if quantization := compilation.quantization:
-            facts["quantized"] = _or_raw(quantization_in_words, quantization)
-            facts["divergence"] = divergence_in_words(package)
-    return {**facts, "rows here": _rounding(package)}
+    if manifest.packed_weights:
+        facts["packed"] = _or_raw(_packed, manifest.packed_weights)
+    if manifest.compilation is not None:
+        facts |= _compilation_facts(package, manifest.compilation)
+    facts["rows here"] = _rounding(package)
+    return facts
+
+
+def _compilation_facts(package: Package, compilation: Compilation) -> dict[str, str]:
+    """The facts of a device package by their titles."""
+    providers = ", ".join(compilation.execution_providers)
+    rows = compilation.batch_size or "any number of"
+    made_with = [_pairs(compilation.versions), _pairs(compilation.options)]
+    parts = [_part(number, part) for number, part in enumerate(compilation.parts)]
+    facts = {
+        "compiled for": f"{compilation.provider} ({providers})",
+        "compiled with": ", ".join(text for text in made_with if text),
+        "rows, context": f"{rows} rows, {compilation.ctx_len} tokens",
+        "devices": "; ".join(parts),
+        "self-test": figures_in_words(compilation.self_test),
+    }
+    if compilation.quantization:
+        facts["quantized"] = _or_raw(quantization_in_words, compilation.quantization)
+        facts["divergence"] = divergence_in_words(package)
+    return facts
 
 
 def _images(package: Package) -> str:
-    """The family of image processing, what stands for an image in a prompt, tokens, and vision.onnx's operators."""
+    """The family of image processing, the placeholder of an image in a prompt, the numbers of
+    tokens, and the operators of vision.onnx."""
     from qsample.images.processing import ImageProcessor
 
     try:
-        processor, found = ImageProcessor.of(package), package.manifest.images
-        if processor is None or found is None:
+        processor = ImageProcessor.of(package)
+        images = package.manifest.images
+        if processor is None or images is None:
             return "missing in the manifest; export the package again"
-        tokens = [
-            f"{processor.layout(*size).placeholders} for {size[0]} x {size[1]} pixels"
-            for size in _SIZES
-        ]
+        tokens: list[str] = []
+        for width, height in _IMAGE_SIZES:
+            placeholders = processor.layout(width, height).placeholders
+            tokens.append(f"{placeholders} for {width} x {height} pixels")
         operators = _counts(_operators(package.path / "vision.onnx"))
-    except (
-        OSError,
-        QsampleError,
-        ValueError,
-    ) as error:  # a damaged package is shown as far as it can be read
+    except (OSError, QsampleError, ValueError) as error:
+        # The readable parts of a damaged package are shown.
         return str(error)
-    return f"{found['family']}, {processor.placeholder}; tokens: {', '.join(tokens)}; vision: {operators}"
+    return f"{images['family']}, {processor.placeholder}; tokens: {', '.join(tokens)}; vision: {operators}"
 
 
 def _operators(path: Path) -> Mapping[str, int]:
-    """The number of each operator of an ONNX file, without the package onnx. Raises ValueError if it is none."""
+    """The number of each operator of an ONNX file, read without the library onnx.
+
+    Raises:
+        ValueError: the file is not an ONNX file.
+    """
     data = path.read_bytes()
+    operators: Counter[str] = Counter()
+    for graph in _parts(data, range(len(data)), _GRAPH_FIELD):
+        for node in _parts(data, graph, _NODE_FIELD):
+            for name in _parts(data, node, _OPERATOR_FIELD):
+                operators[str(data[name.start : name.stop], "utf-8", "replace")] += 1
+    return operators
 
-    def parts(place: range, number: int) -> Iterator[range]:
-        return (
-            part
-            for name, part in fields(data, place.start, place.stop)
-            if name == number and isinstance(part, range)
-        )
 
-    nodes = (node for graph in parts(range(len(data)), _GRAPH) for node in parts(graph, _NODE))
-    return Counter(
-        str(data[name.start : name.stop], "utf-8", "replace")
-        for node in nodes
-        for name in parts(node, _TYPE)
-    )
+def _parts(data: bytes, message: range, number: int) -> Iterator[range]:
+    """The places of a field in a message of protocol buffers.
+
+    Args:
+        message: the place of the message.
+        number: the number of the field.
+    """
+    for field_number, value in fields(data, message.start, message.stop):
+        if field_number == number and isinstance(value, range):
+            yield value
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
+    """Names with their values, in alphabetical order."""
     return ", ".join(f"{name} {value}" for name, value in sorted(values.items()))
 
 
 def _part(number: int, part: GraphPart) -> str:
-    first, end = (*part.layers, 0, 0)[:2]
+    """The layers of a device, and the size of their weights. number: the number of the device."""
+    first, end = part.layers if len(part.layers) == 2 else (0, 0)
     return f"{number}: layers {first} to {end - 1}, {format_size(part.weight_bytes)} of weights"
 
 
 def _rounding(package: Package) -> str:
-    """How this machine's kernels round the rows of a package for the CPU, in words; empty for another device."""
+    """How the kernels of this machine round the rows of a package for the CPU, in words.
+
+    It is empty for another device.
+    """
     from qsample.ort.providers import CPU
     from qsample.ort.rounding import measured
 
@@ -339,20 +361,22 @@ def _rounding(package: Package) -> str:
         return ""
     try:
         return measured(package.path / "decoder.onnx").described()
-    except QsampleError:  # a damaged graph is shown as far as it can be read
+    except QsampleError:
+        # The readable parts of a damaged package are shown.
         return ""
 
 
 def _feature(name: str, value: Any) -> str:
-    return (
-        name
-        if value is True
-        else f"{name} {value if isinstance(value, str | int) else ' '.join(value)}"
-    )
+    """A feature with its value, if it is not only switched on."""
+    if value is True:
+        return name
+    if isinstance(value, str | int):
+        return f"{name} {value}"
+    return f"{name} {' '.join(value)}"
 
 
 def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
-    """Figures in words; unexpected figures of a manifest as they are."""
+    """Figures of a manifest in words, or as they are if they are unexpected."""
     try:
         return describe(figures)
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -360,57 +384,70 @@ def _or_raw(describe: Callable[[Any], str], figures: Any) -> str:
 
 
 def _packed(figures: Any) -> str:
-    bits, sizes = (" and ".join(map(str, figures[name])) for name in ("bits", "block_sizes"))
+    """The weights that a checkpoint packed, in words."""
+    bits = " and ".join(map(str, figures["bits"]))
+    block_sizes = " and ".join(map(str, figures["block_sizes"]))
     kind = f"{figures['type']}, " if "type" in figures else ""
-    return f"{figures['matrices']} matrices of the checkpoint, {kind}{bits} bits, blocks of {sizes}"
+    return (
+        f"{figures['matrices']} matrices of the checkpoint, {kind}{bits} bits, "
+        f"blocks of {block_sizes}"
+    )
 
 
 def figures_in_words(figures: Any) -> str:
     """Named figures of the manifest, such as "kl 0.0123, tokens 4096"."""
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in figures.items()
-        if not isinstance(value, list)  # the sizes of the images that were compared
-    )
+    words: list[str] = []
+    for name, value in figures.items():
+        if isinstance(value, float):
+            words.append(f"{name} {value:.3g}")
+        elif not isinstance(value, list):  # Lists are the sizes of the images that were compared.
+            words.append(f"{name} {value}")
+    return ", ".join(words)
 
 
 def _graph_table(name: str, graph: GraphSpec) -> Table:
-    shown_graph = table(name)
-    shown_graph.add_column("name", no_wrap=True)
-    shown_graph.add_column("type", no_wrap=True)
-    shown_graph.add_column("meaning")
+    """The tensors of a graph; the first layer stands for all layers."""
+    shown = table(name)
+    shown.add_column("name", no_wrap=True)
+    shown.add_column("type", no_wrap=True)
+    shown.add_column("meaning")
     for role, specs in (
         ("inputs", graph.inputs),
         ("retained states", graph.states),
         ("outputs", graph.outputs),
     ):
         if specs:
-            shown_graph.add_section()
-            shown_graph.add_row(f"[dim]{role}[/dim]")
-        shown = {_in_any_layer(spec): spec for spec in reversed(specs)}
-        for spec in reversed(shown.values()):
-            shown_graph.add_row(
-                escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph))
-            )
-        if len(shown) < len(specs):
-            shown_graph.add_row(f"… {len(specs) - len(shown)} more", "", "of each further layer")
-    return shown_graph
+            shown.add_section()
+            shown.add_row(f"[dim]{role}[/dim]")
+        # The last tensor that is stored under a name is the first layer's.
+        first_layer = {_in_any_layer(spec): spec for spec in reversed(specs)}
+        for spec in reversed(first_layer.values()):
+            shown.add_row(escape(spec.name), escape(_type(spec)), escape(_meaning(spec, graph)))
+        if len(first_layer) < len(specs):
+            num_more = len(specs) - len(first_layer)
+            shown.add_row(f"… {num_more} more", "", "of each further layer")
+    return shown
 
 
 def _in_any_layer(spec: TensorSpec) -> str:
-    """The tensor's name, without the number of its layer."""
+    """The name of a tensor without the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", spec.name)
 
 
 def _type(spec: TensorSpec) -> str:
+    """The dtype and the axes of a tensor."""
     return f"{spec.dtype} [{', '.join(map(str, spec.axes))}]" if spec.axes else spec.dtype
 
 
 def _meaning(spec: TensorSpec, graph: GraphSpec) -> str:
-    known = spec.off is None or "= off" in spec.meaning
-    off = "" if known else f" (off: {spec.off if spec.dtype == 'float32' else int(spec.off or 0)})"
-    after = f" → {graph.retained[spec.name]}" if spec.name in graph.retained else ""
-    return spec.meaning + off + after
+    """The meaning of a tensor, its off value, and for a state the output with its next value."""
+    meaning = spec.meaning
+    if spec.off is not None and "= off" not in meaning:
+        off_value = spec.off if spec.dtype == "float32" else int(spec.off)
+        meaning += f" (off: {off_value})"
+    if spec.name in graph.retained:
+        meaning += f" → {graph.retained[spec.name]}"
+    return meaning
 
 
 def pull(
@@ -428,8 +465,8 @@ def pull(
         typer.Option("--for-serving", help="For `qsample serve`, whose requests may ask for more."),
     ] = False,
 ) -> None:
-    """Download the newest version of a model and compile it into the cache, for commands that name the same model and
-    options. Prints the package's folder."""
+    """Download the newest version of a model and compile it into the cache, for commands that name
+    the same model and options. Prints the package's folder."""
     from qsample.models.sources import SourceRequest, find_source
 
     if is_package(model):
@@ -448,33 +485,28 @@ def list_entries(as_json: Json = False) -> None:
     """List the cache, the last used first."""
     from qsample.models.cache import cache_folder, entries, size_limit
 
-    limit, found = size_limit(), entries()
+    limit = size_limit()
+    found = entries()
     total = sum(entry.bytes for entry in found)
     if as_json:
-        document = {"folder": str(cache_folder()), "bytes": total, "limit_bytes": limit}
-        print(
-            json.dumps(
-                {**document, "entries": [_described(entry) for entry in found]},
-                indent=2,
-                ensure_ascii=False,
-            )
-        )
+        document = {
+            "folder": str(cache_folder()),
+            "bytes": total,
+            "limit_bytes": limit,
+            "entries": [_described(entry) for entry in found],
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False))
         return
     screen = console(width_of_a_file=_WIDTH_OF_A_LIST)
     if found:
         shown = table(None, "model", "options", "size", "last used")
         for entry in found:
-            facts = _described(entry)
-            used = (
-                "in use"
-                if entry.in_use
-                else datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
-            )
+            last_used = datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
             shown.add_row(
-                escape(facts["model"]),
-                escape(", ".join(facts["options"])),
+                escape(entry.model),
+                escape(", ".join(_options(entry))),
                 format_size(entry.bytes),
-                used,
+                "in use" if entry.in_use else last_used,
             )
         screen.print(shown)
     screen.print(
@@ -495,15 +527,18 @@ def clear_entries(
         bool, typer.Option("--yes", "-y", help="Remove all without a question.")
     ] = False,
 ) -> None:
-    """Remove models from the cache, except those that a process has open. Downloads and checkpoints stay."""
+    """Remove models from the cache, except those that a process has open. Downloads and checkpoints
+    stay."""
     from qsample.models.cache import cache_folder, clear, entries, remove
 
     if not model:
-        if not yes and (found := entries()):
-            what = f"{counted(len(found), 'model')}, {format_size(sum(entry.bytes for entry in found))}"
+        found = entries()
+        if found and not yes:
+            size = format_size(sum(entry.bytes for entry in found))
+            models = f"{counted(len(found), 'model')}, {size}"
             if not sys.stdin.isatty():
-                raise typer.BadParameter(f"this removes {what}; give --yes, or name the models")
-            if not typer.confirm(f"Remove {what}, from {cache_folder()}?", err=True):
+                raise typer.BadParameter(f"this removes {models}; give --yes, or name the models")
+            if not typer.confirm(f"Remove {models}, from {cache_folder()}?", err=True):
                 return
         removed, kept = clear()
     else:
@@ -514,39 +549,50 @@ def clear_entries(
                 raise typer.BadParameter(
                     f"{name} is not in the cache; `qsample cache list` has the names"
                 )
-        done = [remove(entry.path) for entry in found if entry.model in named]
-        removed, kept = sum(done), len(done) - sum(done)
-    note(f"{removed} removed" + (f", {kept} kept: a process has them open" if kept else ""))
+        are_removed = [remove(entry.path) for entry in found if entry.model in named]
+        removed = are_removed.count(True)
+        kept = are_removed.count(False)
+    remark = f", {kept} kept: a process has them open" if kept else ""
+    note(f"{removed} removed{remark}")
 
 
 def _weights(manifest: Manifest) -> str:
-    """The type of the weights: what compile made of them, or what the model's file has, or the graph."""
+    """The type of the weights: compile's choice, or the type of the model's file or graph."""
     quantization = manifest.compilation and manifest.compilation.quantization
     if quantization and "dtype" in quantization:
         return str(quantization["dtype"])
-    if packed := manifest.packed_weights:
-        return str(packed.get("type") or f"{' and '.join(map(str, packed['bits']))} bits")
+    packed = manifest.packed_weights
+    if packed:
+        kind = packed.get("type")
+        return str(kind) if kind else f"{' and '.join(map(str, packed['bits']))} bits"
     return manifest.interface.dtype
 
 
-def _described(entry: Entry) -> dict[str, Any]:
-    """An entry as a JSON-ready dict."""
-    manifest, compilation = entry.manifest, entry.manifest.compilation
+def _options(entry: Entry) -> list[str]:
+    """The options of an entry: provider, weights, context and features."""
+    manifest = entry.manifest
+    compilation = manifest.compilation
     options = [_weights(manifest)]
     if compilation is not None:
         options = [compilation.provider, *options, f"{compilation.ctx_len} tokens"]
     features = manifest.interface.features
     names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs")
-    options += [name for name in names if getattr(features, name)] + list(features.filters)
-    options += [] if features.sampler else ["no sampler"]
+    options += [name for name in names if getattr(features, name)]
+    options += features.filters
+    if not features.sampler:
+        options.append("no sampler")
+    return options
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    """An entry as a JSON-ready dict."""
+    last_used = datetime.fromtimestamp(entry.last_used).astimezone()
     return {
         "model": entry.model,
-        "revision": manifest.source.revision,
-        "options": options,
+        "revision": entry.manifest.source.revision,
+        "options": _options(entry),
         "bytes": entry.bytes,
-        "last_used": datetime.fromtimestamp(entry.last_used)
-        .astimezone()
-        .isoformat(timespec="seconds"),
+        "last_used": last_used.isoformat(timespec="seconds"),
         "in_use": entry.in_use,
         "path": str(entry.path),
     }

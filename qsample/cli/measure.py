@@ -28,7 +28,8 @@ BENCH_EXAMPLES: Final = (
     "qsample bench qwen3-cpu --temperature 0.8 --top-p 0.9 --json\n\n"
     "qsample bench qwen-vl-cpu --image 1024x768"
 )
-# The sampling options of a benchmark. By default it is greedy, whatever the model's generation_config says.
+# The sampling options of a benchmark. It is greedy by default, and does not read the model's
+# generation_config.
 _SAMPLING_DEFAULTS: Final = {
     "temperature": 0.0,
     "top_k": 0,
@@ -42,7 +43,7 @@ _IMAGE_SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
-    """The prompts that a benchmark generates from, and how often."""
+    """The prompts of a benchmark, the tokens to generate, and the number of repetitions."""
 
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Rows; may be repeated. (default: 1)")
@@ -93,7 +94,7 @@ def bench(
         params = SamplingParams(**sampling)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    opened = loading.open(package)  # stays in the cache as long as this
+    opened = loading.open(package)
     start = time.perf_counter()
     model = loading.load(opened)
     load_seconds = time.perf_counter() - start
@@ -122,10 +123,11 @@ def bench(
 def _describe_bench(
     model: CausalLM, measurements: Sequence[Measurement], load_seconds: float
 ) -> dict[str, Any]:
-    """A benchmark as a JSON-ready dict; see `runtime.bench`."""
+    """The document for --json; `runtime.bench` has the meaning of the measurements."""
     from qsample.runtime.bench import peak_memory_bytes
 
-    package, rounding = model.package, model.sessions.rounding
+    package = model.package
+    rounding = model.sessions.rounding
     return {
         "package": str(package.path),
         "package_bytes": sum(entry.bytes for entry in package.manifest.files.values()),
@@ -139,32 +141,33 @@ def _describe_bench(
 def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_seconds: float) -> None:
     """Print a benchmark on stdout."""
     facts = _describe_bench(model, measurements, load_seconds)
-    prompt, new = measurements[0].prompt_tokens, measurements[0].new_tokens
-    images = measurements[0].image_tokens
-    of_image = f", {images} of an image" if images else ""
+    first = measurements[0]
+    of_image = f", {first.image_tokens} of an image" if first.image_tokens else ""
     guesses = any(row.tokens_per_step > 1 for row in measurements)
+    columns = ["rows", "TTFT, ms", "prefill, tok/s", "step, ms", "p90, ms", "decode, tok/s"]
+    if guesses:
+        columns.append("tok/step")
+    if first.image_tokens:
+        columns.append("vision, ms")
     shown = table(
-        f"{model.package.path}: {prompt} prompt tokens{of_image}, {new} decode steps",
-        "rows",
-        "TTFT, ms",
-        "prefill, tok/s",
-        "step, ms",
-        "p90, ms",
-        "decode, tok/s",
-        *(["tok/step"] if guesses else []),
-        *(["vision, ms"] if images else []),
+        f"{model.package.path}: {first.prompt_tokens} prompt tokens{of_image}, "
+        f"{first.new_tokens} decode steps",
+        *columns,
     )
     for row in measurements:
-        shown.add_row(
+        cells = [
             str(row.rows),
             f"{row.first_token_ms:.1f}",
             f"{row.prefill_tokens_per_second:.0f}",
             f"{row.decode_ms:.2f}",
             f"{row.decode_ms_p90:.2f}",
             f"{row.tokens_per_second:.1f}",
-            *([f"{row.tokens_per_step:.2f}"] if guesses else []),
-            *([f"{row.vision_ms:.1f}"] if images else []),
-        )
+        ]
+        if guesses:
+            cells.append(f"{row.tokens_per_step:.2f}")
+        if first.image_tokens:
+            cells.append(f"{row.vision_ms:.1f}")
+        shown.add_row(*cells)
     screen = console()
     screen.print(shown)
     screen.print(

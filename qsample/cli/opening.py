@@ -1,4 +1,5 @@
-"""The models that commands open: packages as they are, anything else compiled into the user's cache."""
+"""The models that commands open: packages as they are, anything else compiled into the user's
+cache."""
 
 from __future__ import annotations
 
@@ -35,11 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileChoices:
-    """How a model that is given directly is compiled into the cache; a package has fixed ones.
+    """How a model that is given directly is compiled into the cache.
 
     Attributes:
-        provider: the execution provider; by default the package's, otherwise the CPU.
-        weights, preset, ctx_len: as in `CompileOptions`.
+        provider: the execution provider; by default, the one that the package was compiled for,
+            otherwise the CPU.
+        weights: the type of the weights, as in `CompileOptions`.
+        preset: the preset of quantized weights, as in `CompileOptions`.
+        ctx_len: the tokens that a row holds, as in `CompileOptions`.
         text_only: leave out the images of a checkpoint that reads them.
     """
 
@@ -50,7 +54,7 @@ class CompileChoices:
     text_only: bool = False
 
     def check_package(self, name: str) -> None:
-        """Raise typer.BadParameter for choices that a package takes only when it is exported or compiled.
+        """Raise typer.BadParameter for choices that a package does not leave open.
 
         Args:
             name: the package, for the message.
@@ -66,12 +70,12 @@ class CompileChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureNeeds:
-    """The features that a package needs beside those of every package, if it is compiled for a command.
+    """The features that a command needs of a package that is compiled for it.
 
     Attributes:
-        for_serving: all that a server's requests may ask for.
-        allowed_tokens: masks of the allowed tokens.
-        loras: the adapters to load, name → folder: the package takes all of them at once, with their ranks.
+        for_serving: whether the package has all features that a server's requests may need.
+        allowed_tokens: whether the package takes masks of the allowed tokens.
+        loras: the adapters to load, name → folder. The package takes all of them at once.
         max_loras: the least number of adapters that the package takes at once.
     """
 
@@ -81,7 +85,7 @@ class FeatureNeeds:
     max_loras: int = 0
 
     def added_to(self, features: Features) -> Features:
-        """Features with those that are needed."""
+        """The features of a model, with the needed ones."""
         if self.for_serving:
             features = features.for_serving()
         if self.allowed_tokens:
@@ -93,7 +97,7 @@ class FeatureNeeds:
         return replace(features, max_loras=count, max_lora_rank=rank)
 
     def _largest_rank(self) -> int:
-        """The largest rank of the adapters; without adapters, the rank that most adapters do not exceed."""
+        """The largest rank of the adapters; without adapters, the usual largest rank."""
         from qsample.huggingface.lora import CONFIG, read_config
 
         folders = self.loras.values()
@@ -103,7 +107,7 @@ class FeatureNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a command opens its model and loads it."""
+    """How a command opens and loads its model."""
 
     lora: Lora = None
     weights: Weights = None
@@ -115,18 +119,19 @@ class LoadOptions:
     trusted_keys: TrustedKeys = None
 
     def loras(self) -> dict[str, str]:
-        """Name → folder of the adapters. Raises typer.BadParameter, before a model is loaded."""
+        """The adapters, name → folder. Raises typer.BadParameter for invalid ones."""
         return read_loras(self.lora)
 
     def open(
         self, model: str | None, *, ctx_len: int | None = None, allowed_tokens: bool = False
     ) -> PackagedModel:
-        """The package for a model, as `open_exported` opens it.
+        """Open the package of a model, as `open_exported` does.
 
         Args:
-            model: see `open_exported`.
-            ctx_len: the tokens that a row holds, for a model that is compiled.
-            allowed_tokens: whether a package that is compiled takes masks.
+            model: the package, checkpoint folder, hub id or decoder file; by default the bundled
+                model.
+            ctx_len: the tokens that a row holds, if the model is compiled.
+            allowed_tokens: whether the package takes masks, if the model is compiled.
         """
         choices = CompileChoices(
             provider=self.provider,
@@ -142,7 +147,7 @@ class LoadOptions:
         """Load a package with the adapters.
 
         Args:
-            opened: the package, from `open`; it stays in the cache as long as this object.
+            opened: the package, from `open`. It stays in the cache as long as this object.
             ctx_len: the tokens that a row holds, for a portable package.
         """
         from qsample.runtime import load
@@ -162,26 +167,39 @@ class LoadOptions:
 
 
 def quieten(model: str) -> None:
-    """Keep libraries' own messages off the terminal; downloads from the hub still show their progress."""
+    """Keep the messages of libraries off the terminal.
+
+    Args:
+        model: the model that is opened. A download from the hub still shows its progress.
+    """
     if os.path.exists(model):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("torch.onnx._internal.exporter").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", ".* holds a decoder file; ")  # of `from_pretrained`
+    # `from_pretrained` warns of decoder files, whose use is the purpose of some commands.
+    warnings.filterwarnings("ignore", ".* holds a decoder file; ")
 
 
 def is_package(model: str | Path) -> bool:
-    """Whether `model` is the folder of a package."""
+    """Whether a model is the folder of a package."""
     from qsample.package.package import MANIFEST_NAME
 
-    return os.path.isfile(
-        os.path.join(model, MANIFEST_NAME)
-    )  # False for names that are too long for a path, too
+    # Unlike Path.is_file, this is False for a name that is too long for a path.
+    return os.path.isfile(os.path.join(model, MANIFEST_NAME))
 
 
 def open_model(
     model: str, provider: str | None = None, text_only: bool = False
 ) -> SourceModel | PackagedModel:
-    """A package with the features that it has, a checkpoint or a decoder file."""
+    """Open a package, checkpoint or decoder file without loading it.
+
+    Args:
+        model: the package, checkpoint folder, hub id or decoder file.
+        provider: the execution provider; it chooses among the packages of a bundle.
+        text_only: leave out the images of a checkpoint that reads them.
+
+    Raises:
+        typer.BadParameter: text_only with a package.
+    """
     from qsample.models.auto_model import AutoModel
     from qsample.models.model import PackagedModel
     from qsample.ort.model_package import package_in
@@ -196,7 +214,7 @@ def open_model(
 
 
 def check_text_only(name: str, text_only: bool) -> None:
-    """Raise typer.BadParameter for --text-only with a package."""
+    """Raise typer.BadParameter for --text-only with a package. name: the package."""
     if text_only:
         raise typer.BadParameter(
             f"--text-only is for a checkpoint, and {name} is a package; export it so"
@@ -210,18 +228,21 @@ def open_exported(
     *,
     trusted_keys: Sequence[str] | None = None,
 ) -> PackagedModel:
-    """A package as it is; a checkpoint or decoder file as a package from the user's cache, compiled first if need be.
+    """Open a package as it is, and anything else as a package of the user's cache.
 
-    A package stays in the cache as long as the returned object.
+    A model that is not in the cache is compiled. Its package stays in the cache as long as the
+    returned object.
 
     Args:
         model: the package, checkpoint folder, hub id or decoder file; by default the bundled model.
-        choices: how a checkpoint is compiled; by default, everything is left to the model.
-        needs: the features of a package that is compiled; by default, those of every package.
-        trusted_keys: the keys with which the caller loads the package. Only packages are accepted with them.
+        choices: how the model is compiled; by default, the model has the choice.
+        needs: the features that the package needs if it is compiled; by default none.
+        trusted_keys: the keys with which the caller loads the package. With them, only packages are
+            accepted.
 
     Raises:
-        typer.BadParameter: a package with choices that only a checkpoint has, or a checkpoint with trusted_keys.
+        typer.BadParameter: a package with choices that only a checkpoint has, or a checkpoint with
+            trusted_keys.
     """
     from qsample.models.bundled import TINY_LM
     from qsample.ort.model_package import package_in
@@ -247,7 +268,7 @@ def open_exported(
         packaged = _cached(name, choices, needs, report)
     was_made_now = Stage.PUBLISHING in stages
     if model is not None and was_made_now:
-        _tell_about_the_cache(model, packaged.package, choices.weights)
+        _report_cached(model, packaged.package, choices.weights)
     return packaged
 
 
@@ -266,7 +287,7 @@ def _open_package(name: str, provider: str | None, *, verify: bool) -> PackagedM
 def _cached(
     name: str, choices: CompileChoices, needs: FeatureNeeds, report: Progress
 ) -> PackagedModel:
-    """The package of a checkpoint or decoder file in the user's cache; made first if need be."""
+    """The package of a checkpoint or decoder file in the user's cache, which is made if missing."""
     from qsample.models.model import SourceModel
 
     opened = open_model(name, choices.provider, choices.text_only)
@@ -280,17 +301,14 @@ def _cached(
     )
 
 
-def _tell_about_the_cache(model: str, package: Package, weights: str | None) -> None:
-    """A remark on a package that has just been put into the cache."""
+def _report_cached(model: str, package: Package, weights: str | None) -> None:
+    """Print a remark on a package that was put into the cache."""
     size = format_size(sum(entry.bytes for entry in package.manifest.files.values()))
-    better = ""
-    if (
-        weights is None
-        and package.manifest.packed_weights is None
-        and package.interface.dtype == "float32"
-    ):
-        better = (
+    is_packed = package.manifest.packed_weights is not None
+    advice = ""
+    if weights is None and not is_packed and package.interface.dtype == "float32":
+        advice = (
             "; --weights int4 takes about a seventh and is faster, at some cost in quality; with --preset speed, it "
             f"takes minutes first and is fastest. `qsample compile {model} OUT --weights int4` has more options"
         )
-    note(f"{model} is in the cache now ({size}), later runs start at once{better}")
+    note(f"{model} is in the cache now ({size}), later runs start at once{advice}")

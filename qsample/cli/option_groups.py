@@ -1,4 +1,4 @@
-"""Dataclasses as groups of options: a command takes an object, and the command line has a flag for each of its fields.
+"""Groups of options: dataclasses whose fields are flags of a command.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class ListenOptions:
@@ -8,8 +8,9 @@
     @with_option_groups
     def serve(package: Annotated[str, typer.Argument()], *, listening: ListenOptions) -> None: ...
 
-A field of a group may be a group itself. The options of the library, such as `CompileOptions`, are dataclasses without
-typer's annotations: `FieldFlags` makes their flags from the metadata of their fields.
+The command is given an object of the dataclass. A field of a group may be a group itself. The
+options of the library, such as `CompileOptions`, are dataclasses without annotations of typer:
+`FieldFlags` makes their flags from the metadata of their fields.
 """
 
 from __future__ import annotations
@@ -24,38 +25,44 @@ import typer
 
 
 class _Member(Protocol):
-    """A parameter of a command or a field of a group: the flags that it stands for, and its value."""
+    """A parameter of a command, or a field of a group."""
 
     def flags(self) -> list[inspect.Parameter]:
-        """The parameters that typer makes flags of, in the order of the help."""
+        """The parameters from which typer makes flags, in the order of the help."""
         ...
 
     def value(self, given: Mapping[str, Any]) -> Any:
-        """The object for the command. given: the values of all flags, by the name of the parameter."""
+        """The value of the parameter or field.
+
+        Args:
+            given: the values of all flags, by the name of their parameter.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FieldFlags:
-    """The flags of a dataclass of the library, which annotate a dictionary of its fields' values.
+    """The flags for a dataclass of the library. The command is given the values, by field.
 
         values: Annotated[dict[str, Any], FieldFlags(CompileOptions)]
 
-    A field has a flag if its metadata has the key `help`; further keys are:
+    A field has a flag if its metadata has the key `help`. The metadata may have further keys:
 
-    - `argument`: the name of the field in Python's functions, if it differs from the field's;
-    - `flag`: the name of the flag, if it differs from the argument's;
-    - `metavar`: what stands for the value in the help;
-    - `limits` or `least`: the numbers that the field accepts, or the least of them;
+    - `argument`: the name of the argument of Python's functions, if it is not the field's name;
+    - `flag`: the name of the flag, if it is not the argument's name;
+    - `metavar`: the placeholder of the value in the help;
+    - `limits`: the numbers that the field accepts;
+    - `least`: the smallest number that the flag accepts;
     - `repeated`: the type of each value, if the flag may be repeated.
 
     Attributes:
         options: the dataclass.
         helps: the help of fields whose metadata has none, by field.
         panels: the headings under which the help lists the flags, by field.
-        unset: whether a flag that is not given is None in place of the field's default. The range of numbers is then
-            left to the dataclass.
-        defaults: other defaults, by field; only these fields have flags. None for the flags of all fields.
+        unset: whether a flag that is not given has the value None, and not the field's default. The
+            dataclass then checks the range of numbers.
+        defaults: the defaults of the only fields that have flags, by field. None gives each field
+            its flag and its default.
     """
 
     options: type
@@ -65,12 +72,16 @@ class FieldFlags:
     defaults: Mapping[str, Any] | None = None
 
     def flags(self) -> list[inspect.Parameter]:
-        """The parameters that typer makes flags of, in the order of the fields."""
+        """The parameters from which typer makes flags, in the order of the fields."""
         types = get_type_hints(self.options)
         return [self._flag(entry, types[entry.name]) for entry in self._fields()]
 
     def value(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The values by field. given: the values of all flags, by the name of the parameter."""
+        """The values by field.
+
+        Args:
+            given: the values of all flags, by the name of their parameter.
+        """
         values: dict[str, Any] = {}
         for entry in self._fields():
             value = given[_argument(entry)]
@@ -95,7 +106,8 @@ class FieldFlags:
         names: list[str] = []
         if "flag" in metadata:
             names = [metadata["flag"]]
-        elif kind is bool:  # with this name typer adds no --no-...
+        elif kind is bool:
+            # Without a name, typer would add a flag --no-....
             names = [f"--{_argument(entry).replace('_', '-')}"]
         least = None
         if repeated is not None:
@@ -128,7 +140,7 @@ class FieldFlags:
 
 @dataclass(frozen=True, slots=True)
 class _SingleFlag:
-    """A parameter or field that typer makes a flag of itself."""
+    """A parameter or field that typer itself makes a flag of."""
 
     parameter: inspect.Parameter
 
@@ -141,7 +153,7 @@ class _SingleFlag:
 
 @dataclass(frozen=True, slots=True)
 class _OptionGroup:
-    """A dataclass that stands for the flags of its fields.
+    """A parameter or field whose type is a dataclass, with a flag for each field.
 
     Attributes:
         options: the dataclass.
@@ -168,9 +180,9 @@ class _OptionGroup:
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """The function that typer calls for a command some of whose parameters are groups of options.
+    """Decorate a command that takes groups of options.
 
-    The flags are in the order of the parameters, those of a group in the order of its fields.
+    The flags are in the order of the command's parameters and of the groups' fields.
 
     Raises:
         ValueError: two flags have the same name.
@@ -216,13 +228,13 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _argument(entry: Field[Any]) -> str:
-    """The name of a field in Python's functions, which is the name of its parameter here."""
+    """The argument of Python's functions for a field. It names the parameter of typer, too."""
     argument: str = entry.metadata.get("argument", entry.name)
     return argument
 
 
 def _kind_of(annotation: Any) -> Any:
-    """The type of the flag for a field: bool, int or float if the field may be one, otherwise str."""
+    """The type of the flag for a field: bool, int or float if the field may have it, else str."""
     for kind in get_args(annotation) or [annotation]:
         if kind in (bool, int, float):
             return kind

@@ -1,7 +1,8 @@
-"""`--prompt-file` of `qsample generate`: the lines of a file become rows, and each row a line of JSON, in their order.
+"""`--prompt-file` of `qsample generate`: each line of a file is a row, and each row a line of JSON.
 
-Each line of the results begins with the id of its row. An interrupted run continues after the last whole line of its
-file, if the lines have the ids of the first rows. A line with an error may be done again, from a corrected prompt.
+The results are in the order of the rows. Each line begins with the id of its row. An interrupted
+run continues after the last whole line of its file, if the lines have the ids of the first rows. A
+line with an error may be done again, from a corrected prompt.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from qsample.runtime import CausalLM, Engine, RequestOutput
 
 _JSON_LINES_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
-# The fields of a line that are not parameters of its row.
+# The fields of a line that are not parameters of the row.
 _OTHER_FIELDS: Final = ("id", "metadata", "prompt", "messages", "images")
-# So many prompts are read ahead of the rows that run.
+# An engine takes this number of prompts in advance, so no slot waits for its next row.
 _MAX_WAITING_ROWS: Final = 64
 
 
@@ -131,7 +132,8 @@ class Line:
 
     Attributes:
         number: the number of the line, from 1 on.
-        content: the object of the line: prompt or messages, id, and parameters; empty if it is not an object.
+        content: the object of the line: prompt or messages, id, and parameters; empty if it is not
+            an object.
         error: the mistake in the line, if any.
     """
 
@@ -141,7 +143,7 @@ class Line:
 
     @property
     def is_text(self) -> bool:
-        """Whether its prompt is a text, not token ids or messages."""
+        """Whether the prompt is a text, not token ids or messages."""
         return isinstance(self.content.get("prompt"), str)
 
 
@@ -163,6 +165,7 @@ class Row:
 
     @property
     def is_chat(self) -> bool:
+        """Whether the inputs are messages."""
         return isinstance(self.inputs, list) and not _are_ids(self.inputs)
 
 
@@ -190,7 +193,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _json_line(number: int, text: str, folder: Path) -> Line:
-    """A line of a JSON file. Images are files below `folder`."""
+    """A line of a JSON file. folder: the folder of the file, from which images are named."""
     content: dict[str, Any] = {}
     try:
         content = _parse(text)
@@ -206,9 +209,10 @@ def rows_of(lines: Sequence[Line], options: Mapping[str, Any], chat: ChatMode) -
     """The rows of a file's lines.
 
     Args:
-        options: the sampling options and the adapter of the command line; the parameters of a line replace them.
-        chat: whether texts are messages of a user; token ids never are. Conversations take its system prompt and its
-            arguments.
+        options: the sampling options and the adapter of the command line. The parameters of a line
+            replace them.
+        chat: whether texts are messages of a user. It has the system prompt and the template's
+            arguments for all conversations.
     """
     return [_row(index, line, options, chat) for index, line in enumerate(lines)]
 
@@ -228,7 +232,7 @@ def _row(index: int, line: Line, options: Mapping[str, Any], chat: ChatMode) -> 
         common_options |= chat.arguments
     elif chat.enabled and line.is_text:
         inputs = chat.messages(content["prompt"], images or [])
-        images = None  # they are parts of the message
+        images = None  # The message contains them.
         common_options |= chat.arguments
     merged = _merge(common_options, own_options)
     if merged.get("seed") is None and options.get("seed") is not None:
@@ -239,7 +243,7 @@ def _row(index: int, line: Line, options: Mapping[str, Any], chat: ChatMode) -> 
 
 
 def _with_system_prompt(messages: list[dict[str, Any]], chat: ChatMode) -> list[dict[str, Any]]:
-    """A conversation of a line, with the system prompt of the command line if it has none."""
+    """A conversation, with the system prompt of the command line if it has none."""
     if messages[0].get("role") == "system":
         return messages
     return [*system_message(chat.system), *messages]
@@ -278,7 +282,8 @@ def _check_fields(content: dict[str, Any]) -> None:
 
 
 def _check_names(content: dict[str, Any]) -> None:
-    """Raise ValueError for fields of a line that are not parameters, with the name that they have here."""
+    """Raise ValueError for fields of a line that are not parameters, with the name that they have
+    here."""
     from qsample.text.chat import ChatOptions
 
     known = {*_OTHER_FIELDS, "do_sample", "stop_strings", "outputs"}
@@ -314,13 +319,16 @@ def _use_token_ids(content: dict[str, Any]) -> None:
 
 
 def _read_images(content: dict[str, Any], folder: Path) -> None:
-    """Put the images of a line in order: files below `folder` by their paths, data URLs by their bytes.
+    """Replace the images of a line: files by their paths, and data URLs by their bytes.
+
+    Args:
+        folder: the folder from which the files are named.
 
     Raises:
         ValueError: an image cannot be read.
     """
 
-    def found(image: str | bytes) -> bytes | Path:
+    def resolve(image: str | bytes) -> bytes | Path:
         if isinstance(image, bytes):
             return image
         path = folder / image
@@ -336,10 +344,10 @@ def _read_images(content: dict[str, Any], folder: Path) -> None:
         if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
             raise ValueError(f"images is {shown(images, 60)}; give a list of files")
         parts = [{"type": "image", "image": image} for image in images]
-        (message,) = with_images([{"content": parts}], found)
+        (message,) = with_images([{"content": parts}], resolve)
         content["images"] = [part["image"] for part in message["content"]]
     if "messages" in content:
-        content["messages"] = with_images(content["messages"], found)
+        content["messages"] = with_images(content["messages"], resolve)
 
 
 def _are_ids(value: Any) -> bool:
@@ -352,19 +360,28 @@ def _are_messages(value: Any) -> bool:
     return all(isinstance(message, dict) for message in value)
 
 
-def _merge(options: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the command line with the parameters of a line on top, without options that these contradict."""
-    dropped = {"seed"}  # The seed of the command line is the first row's.
-    if own.get("do_sample") is False or own.get("temperature") == 0:
+def _merge(options: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the command line, replaced by the parameters of a line.
+
+    Options that the parameters contradict are dropped.
+    """
+    # The seed of the command line is only the first row's.
+    dropped = {"seed"}
+    if parameters.get("do_sample") is False or parameters.get("temperature") == 0:
         dropped |= SAMPLING_FIELDS.keys()
-    elif any(own.get(name) is not None for name in SAMPLING_FIELDS):
+    elif any(parameters.get(name) is not None for name in SAMPLING_FIELDS):
         dropped.add("do_sample")
     remaining = {name: value for name, value in options.items() if name not in dropped}
-    return layered(remaining, own)
+    return layered(remaining, parameters)
 
 
 def _check_output(output: Path, source: Path) -> None:
-    """Raise typer.BadParameter if `output` cannot take the rows of `source`, as far as that shows beforehand."""
+    """Raise typer.BadParameter for a file that evidently cannot take the results.
+
+    Args:
+        output: the file of the results.
+        source: the prompt file.
+    """
     if output.exists() and output.samefile(source):
         raise typer.BadParameter("--output and --prompt-file are the same file; give another")
     if not output.parent.is_dir():
@@ -385,12 +402,14 @@ def generate_file(
     running: RunOptions,
     form: Form | None,
 ) -> None:
-    """Generate the rows that the output does not have yet; without an output, all of them on stdout.
+    """Generate the rows that the file of results lacks; without such a file, all rows on stdout.
 
     Args:
         load: loads the model. It is not called if no row is left.
         rows: all rows of the prompt file.
-        file: the output, the slots of the engine, and whether rows with an error are done again.
+        file: the file of the results, the slots of the engine, and whether rows with an error are
+            done again.
+        running: the options of computing tokens.
         form: the form of all answers.
 
     Raises:
@@ -406,13 +425,14 @@ def generate_file(
     if generation.errors == 0:
         return
     message = f"{generation.errors} of {len(rows)} rows have an error, see their lines"
-    if file.output is None:  # stdout has only the lines of rows
+    if file.output is None:
+        # Standard output has only the lines of rows, so no document about the error follows them.
         raise AlreadyPrintedError(message)
     raise QsampleError(f"{message}; --retry-errors does these again, also from corrected prompts")
 
 
 def _complete(results: Results, rows: list[Row], generation: _Generation) -> None:
-    """Generate the rows that a file of results lacks, and with --retry-errors its rows with an error."""
+    """Generate the rows that a file of results lacks, and, if asked to, its rows with an error."""
     file = generation.file
     done = results.done
     failed = list(results.failed)
@@ -427,7 +447,8 @@ def _complete(results: Results, rows: list[Row], generation: _Generation) -> Non
     lines: list[str] = []
     try:
         generation.generate([rows[number] for number in failed], lines.append)
-    finally:  # also after an interruption
+    finally:
+        # After an interruption, the rows that are done replace their lines, too.
         results.replace(dict(zip(failed, lines, strict=False)))
 
 
@@ -438,11 +459,14 @@ def _print(line: str) -> None:
 
 @dataclass(slots=True)
 class _Generation:
-    """Rows through engines, and what they came to so far.
+    """Generates rows, and counts them.
 
     Attributes:
-        load: returns the model, always the same.
+        load: loads the model at the first call, and returns it at each.
         total: the number of rows of the prompt file.
+        file: the file of the results and the slots of the engine.
+        running: the options of computing tokens.
+        form: the form of all answers.
         rows: the number of rows that were generated, or refused.
         tokens: the number of their tokens.
         errors: the number of rows with an error.
@@ -467,8 +491,8 @@ class _Generation:
         """Generate rows, and write their records in order.
 
         Args:
-            write: takes a line of the results.
-            done: the number of rows whose line is there already.
+            write: writes a line of the results.
+            done: the number of rows that are done before these.
         """
         to_stdout = self.file.output is None
         with progress(hidden=to_stdout and sys.stdout.isatty()) as show:
@@ -514,9 +538,10 @@ class _Generation:
     def _outputs(
         self, model: CausalLM, engine: Engine, rows: list[Row]
     ) -> Iterator[tuple[Row, RequestOutput | Exception]]:
-        """Each row with its output, or the reason why it has none."""
+        """Each row with its output, or with the error in its place."""
         valid = [row for row in rows if row.error is None]
-        # Log-probabilities of each token are many times as long as the text: only rows that ask for outputs have them.
+        # The log-probabilities of a text are many times as long as the text, so a row has them only
+        # if it asks for them.
         outputs = engine.map(
             (row.inputs for row in valid),
             each=self._options(model, valid),
@@ -530,7 +555,7 @@ class _Generation:
                 yield row, ValueError(row.error)
 
     def _options(self, model: CausalLM, rows: list[Row]) -> Iterator[Mapping[str, Any]]:
-        """The arguments of each row's request, with the guide of its answer if there is a form."""
+        """The arguments of each row's request, with the masks of a form."""
         if self.form is None:
             return (row.options for row in rows)
         from qsample.request.grammar import GrammarGuide, Grammars
@@ -544,7 +569,7 @@ class _Generation:
         return self.tokens / max(self.seconds, 1e-9)
 
     def _record(self, row: Row, output: RequestOutput | Exception) -> dict[str, Any]:
-        """The record of a row, as a JSON-ready dict, and the counts with it."""
+        """Count a row, and return the object for its line."""
         if isinstance(output, Exception):
             self.errors += 1
             is_expected = isinstance(output, ValueError | QsampleError)
@@ -578,7 +603,7 @@ class Results:
     """The file of the results, locked. A torn last line is cut off.
 
     Attributes:
-        done: the number of whole lines, which are of the first rows.
+        done: the number of whole lines. They belong to the first rows.
         failed: the numbers of the lines with an error, from 0 on.
     """
 
@@ -590,16 +615,16 @@ class Results:
             any_error: whether a line with an error may have another id than its row.
 
         Raises:
-            typer.BadParameter: another process writes to the file, or it holds anything but lines of the first rows. It
-                is then unchanged.
+            typer.BadParameter: another process writes to the file, or the file has lines that do
+                not belong to the first rows. It is then unchanged.
         """
         self._path = path
-        # Without a buffer, whose content would be written again after a full disk.
+        # The file has no buffer: after a full disk, a buffer would be written again.
         self._file = FileIO(path, "a+")
         self.done = 0
         self.failed: list[int] = []
         try:
-            # A second run of the command would continue with the same rows.
+            # Two runs of the command would continue with the same rows.
             if lock(self._file.fileno()) is False:
                 raise typer.BadParameter(f"another process writes to --output {path}; wait for it")
             size = self._read(rows, any_error)
@@ -628,7 +653,12 @@ class Results:
         return size
 
     def _check_line(self, line: bytes, beginning: bytes, any_error: bool) -> bool:
-        """Raise typer.BadParameter if the next line is not of its row; returns whether it has an error."""
+        """Whether the next line has an error. Raises typer.BadParameter for a line of another row.
+
+        Args:
+            beginning: how the line of the next row begins.
+            any_error: whether a line with an error may have another id than its row.
+        """
         has_error = _has_error(line)
         if has_error is None:
             raise typer.BadParameter(
@@ -644,7 +674,11 @@ class Results:
         return has_error
 
     def write(self, line: str) -> None:
-        """Append a line. Raises QsampleError, with whole lines in the file, if the disk does not take it."""
+        """Append a line.
+
+        Raises:
+            QsampleError: the disk is full, for example. The file then has whole lines only.
+        """
         size = os.fstat(self._file.fileno()).st_size
         try:
             _write(self._file, line.encode("utf-8", "replace"))
@@ -657,7 +691,14 @@ class Results:
             ) from error
 
     def replace(self, lines: Mapping[int, str]) -> None:
-        """Put other lines in the place of some, by number: all or, if the disk is full, none."""
+        """Replace lines.
+
+        Args:
+            lines: the new lines, by their numbers from 0 on.
+
+        Raises:
+            QsampleError: the disk is full, for example. The file is then unchanged.
+        """
         try:
             with file_aside(self._path) as aside:
                 with self._path.open("rb") as old, aside.open("wb") as new:
@@ -678,7 +719,15 @@ class Results:
 
 @contextmanager
 def results_file(path: Path, rows: list[Row], *, retry_errors: bool = False) -> Iterator[Results]:
-    """`Results`, and no file if no row was finished. Raises typer.BadParameter as `Results` does."""
+    """The file of the results. A new file is removed if no row was finished.
+
+    Args:
+        rows: all rows of the prompt file.
+        retry_errors: whether a line with an error may have another id than its row.
+
+    Raises:
+        typer.BadParameter: the file cannot be written, or `Results` refuses it.
+    """
     path = Path(os.path.realpath(path))
     created = not path.exists()
     try:
@@ -701,14 +750,18 @@ def _beginning(row: Row) -> bytes:
 
 
 def _is_torn(line: bytes, beginning: bytes) -> bool:
-    """Whether a line is the beginning of a row's line, whose end was not written."""
+    """Whether the end of a line was not written.
+
+    Args:
+        beginning: how the line begins.
+    """
     if line.endswith(b"\n"):
         return False
     return line.startswith(beginning) or beginning.startswith(line)
 
 
 def _has_error(line: bytes) -> bool | None:
-    """Whether a line is the record of a row with an error; None if it is not a whole record."""
+    """Whether a line says that its row has an error; None if it is not a whole line of a result."""
     try:
         record = parse_json(line.decode("utf-8"), infinities=True)
     except ValueError:
@@ -719,5 +772,6 @@ def _has_error(line: bytes) -> bool | None:
 
 
 def _write(file: FileIO, content: bytes) -> None:
+    """Write all of the content, of which a call of `write` may take a part only."""
     while content:
         content = content[file.write(content) :]

@@ -1,4 +1,7 @@
-"""The words of other programs for commands and options, from the add-ons that know them (`qsample.spellings`)."""
+"""The names that qsample has for commands and options of other programs.
+
+Add-ons know the words of other programs (`qsample.spellings`).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from qsample.extensions import SPELLINGS, load_extensions
 
 
 def names_here(word: str, known: Collection[str]) -> list[str]:
-    """The names here of a command or option of another program.
+    """The names that qsample has for a command or option of another program.
 
     Args:
         word: the unknown command or option that the user typed.
-        known: the options of the running command; no other option is suggested.
+        known: the options of the running command. Other options are not suggested.
 
     Returns:
-        Several names if programs differ in what they mean by the word; none if no add-on knows it.
+        The names: several if the meaning of the word differs among programs, and none if no add-on
+        knows it.
     """
-    names = [
-        ours
-        for words_of in load_extensions(SPELLINGS).values()
-        for ours, words in words_of.items()
-        if word in words
-    ]
-    return [name for name in names if not name.startswith("-") or name in known]
+    names: list[str] = []
+    for words_by_name in load_extensions(SPELLINGS).values():
+        for name, words in words_by_name.items():
+            is_command = not name.startswith("-")
+            if word in words and (is_command or name in known):
+                names.append(name)
+    return names

@@ -1,5 +1,8 @@
-"""What commands print: tables, notes and a progress bar, without escapes if the user wants none; JSON that is valid;
-and errors, a line on stderr that names the command's options, and JSON on stdout with --json."""
+"""Printing on a terminal: tables, notes, a progress bar, valid JSON, and errors.
+
+An error is a line on stderr that names the options of the command, and with --json also a document
+on stdout. Nothing has escapes if the user does not want them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, Final
 
@@ -25,12 +29,9 @@ from qsample.errors import QsampleError, install_hint, printable
 from qsample.progress import Progress, Stage, unreported
 
 DEBUG_VARIABLE: Final = "QSAMPLE_DEBUG"
-Options = Mapping[
-    str, tuple[str, str | None]
-]  # Python's name → the option, and the option that switches it off
 
-# Module → the extra that brings it; "export" brings all the rest.
-_EXTRAS: Final = {
+# Module → the extra that installs it. The extra "export" installs all other modules.
+_EXTRA_OF_MODULE: Final = {
     "onnxruntime": "cpu",
     **dict.fromkeys(
         ("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"
@@ -39,9 +40,10 @@ _EXTRAS: Final = {
     "matplotlib": "plot",
     "ray": "ray",
 }
-_UNKNOWN: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
+_UNKNOWN_WORD: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
-# The name of an argument, perhaps with a value; not a part of a path or a quotation. Or one in front of its option.
+# Either an argument in front of its option, "slots=4 (--slots)", or the name of an argument, with or
+# without a value, that is not a part of a path or a quotation.
 _ARGUMENT: Final = re.compile(
     r"""(?P<python>\w+)(?P<given>=(?:\[[^\]]*\]|[\w.+-]+)?)? \((?P<option>--[a-z-]+)\)|"""
     r"""(?<![\w/.\\'"-])(?P<name>[a-z]\w*)"""
@@ -49,41 +51,69 @@ _ARGUMENT: Final = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class OptionNames:
+    """The names of an option.
+
+    Attributes:
+        on: the long name.
+        off: the name that switches the option off; None for an option without such a name.
+    """
+
+    on: str
+    off: str | None
+
+
 def no_escapes() -> bool:
-    """Whether the terminal gets plain text: NO_COLOR (no-color.org) or a terminal that does not know escapes."""
+    """Whether the terminal is given plain text.
+
+    The reason is the variable NO_COLOR (no-color.org), or a terminal that does not know escapes.
+    """
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
 
 
 def use_utf_8() -> None:
-    """Let every text be printed: as UTF-8 in a pipe or file on Windows, whose code pages lack most characters; in an
-    encoding that the user chose (PYTHONIOENCODING, the locale), "?" stands for characters that it lacks."""
+    """Make every text printable.
+
+    Pipes and files on Windows are written as UTF-8, because its code pages lack most characters. In
+    an encoding that the user chose, by PYTHONIOENCODING or the locale, "?" replaces the characters
+    that the encoding lacks.
+    """
+    is_code_page = os.name == "nt" and "PYTHONIOENCODING" not in os.environ
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
-            ours = os.name == "nt" and "PYTHONIOENCODING" not in os.environ
-            stream.reconfigure(encoding="utf-8" if ours else None, errors="replace")
+            stream.reconfigure(encoding="utf-8" if is_code_page else None, errors="replace")
 
 
 def console(*, stderr: bool = False, width_of_a_file: int | None = None) -> Console:
-    """A console on stdout or stderr; `width_of_a_file` applies if that is not a terminal. Without a colour system Rich
-    writes no escapes at all; NO_COLOR alone keeps bold and dim."""
-    made = Console(stderr=stderr, highlight=False, color_system=None if no_escapes() else "auto")
-    if width_of_a_file is not None and not made.is_terminal:
-        made.width = width_of_a_file
-    return made
+    """A console on stdout or stderr.
+
+    Args:
+        width_of_a_file: the number of columns, if the output is not a terminal.
+    """
+    # Without a colour system, Rich writes no escapes. With NO_COLOR only, it writes bold and dim.
+    screen = Console(stderr=stderr, highlight=False, color_system=None if no_escapes() else "auto")
+    if width_of_a_file is not None and not screen.is_terminal:
+        screen.width = width_of_a_file
+    return screen
 
 
 def note(text: str) -> None:
-    """A remark on stderr, a line apart from the result."""
+    """Print a remark on stderr, apart from the result on stdout."""
     console(stderr=True).print(printable(text), style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress]:
-    """A progress bar on stderr, unless it is `hidden`, as a callback of stage and fraction done. If stderr is not a
-    terminal, nothing is shown, or a line for each stage if they are `logged`."""
-    shown = console(stderr=True)
-    if not shown.is_terminal or shown.is_dumb_terminal:
-        yield _log(shown) if logged and not hidden else unreported
+    """A progress bar on stderr, as a callback of the stage and the fraction that is done.
+
+    Args:
+        hidden: show nothing.
+        logged: print a line for each stage if stderr is not a terminal, in place of nothing.
+    """
+    screen = console(stderr=True)
+    if not screen.is_terminal or screen.is_dumb_terminal:
+        yield _log(screen) if logged and not hidden else unreported
         return
     columns = (
         TextColumn("{task.description}"),
@@ -91,9 +121,9 @@ def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress
         TextColumn("{task.percentage:3.0f}%"),
         TimeElapsedColumn(),
     )
-    # Rich would redirect stdout to the bar's terminal, although it may be a file.
+    # By default Rich sends stdout to the terminal of the bar, even if stdout is a file.
     with ProgressBar(
-        *columns, console=shown, transient=True, disable=hidden, redirect_stdout=False
+        *columns, console=screen, transient=True, disable=hidden, redirect_stdout=False
     ) as bar:
         task = bar.add_task(Stage.STARTING, total=1.0)
         yield lambda stage, fraction: bar.update(task, description=stage, completed=fraction)
@@ -101,24 +131,22 @@ def progress(*, hidden: bool = False, logged: bool = False) -> Iterator[Progress
 
 def _log(screen: Console) -> Progress:
     """A callback that prints each stage when it begins, with the seconds since the first."""
-    began, current = time.monotonic(), ""
+    start = time.monotonic()
+    current = ""
 
     def report(stage: str, fraction: float) -> None:
         nonlocal current
         if stage not in (current, Stage.DONE):
             current = stage
-            screen.print(
-                f"{time.monotonic() - began:6.1f} s  {stage}",
-                style="dim",
-                markup=False,
-                soft_wrap=True,
-            )
+            seconds = time.monotonic() - start
+            line = f"{seconds:6.1f} s  {stage}"
+            screen.print(line, style="dim", markup=False, soft_wrap=True)
 
     return report
 
 
 def table(title: str | None, *columns: str) -> Table:
-    """A table as all commands show them."""
+    """A table in the style of all commands."""
     return Table(
         *columns,
         title=title,
@@ -130,147 +158,214 @@ def table(title: str | None, *columns: str) -> Table:
 
 
 def finite(value: Any) -> Any:
-    """JSON-ready lists and dicts with null in place of infinities and NaN, because JSON lacks them."""
+    """JSON-ready lists and dicts with null in place of infinities and NaN, because JSON lacks
+    them."""
     if isinstance(value, dict):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """A number with its noun: "1 row", "2 rows"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_size(count: int) -> str:
-    """A number of bytes, such as `12.3 MB`."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.1f} {unit}"
+    """A number of bytes in the largest unit below it: "12.3 MB"."""
+    for unit_bytes, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit_bytes:
+            return f"{count / unit_bytes:.1f} {unit}"
     return f"{count} B"
 
 
 class AlreadyPrintedError(QsampleError):
-    """An error that the printed JSON contains: stdout gets no second document."""
+    """An error that the printed JSON contains, so stdout is not given a second document."""
 
 
 def report(error: Exception, arguments: Sequence[str], commands: Mapping[str, Any]) -> int:
-    """Print an error, with --json also as {"error": {"type": ..., "message": ..., "status": ...}} on stdout.
-    `arguments`: the command line. `commands`: the parser's, by name. Returns the exit status: 2 for wrong usage, or 1.
+    """Print an error, with --json also as {"error": {"type": ..., "message": ..., "status": ...}}
+    on stdout.
+
+    Args:
+        arguments: the command line.
+        commands: the commands of the parser, by name.
+
+    Returns:
+        The exit status: 2 for wrong usage, otherwise 1.
     """
-    usage = getattr(error, "exit_code", 1) == 2  # the parser's errors have a separate status
-    status = 2 if usage else 1
-    running = _running(arguments, commands)
-    text = name_options(
-        _message(error), options_of(arguments, commands), getattr(error, "argument", None)
-    )
-    if usage:
+    is_usage = getattr(error, "exit_code", 1) == 2  # The errors of the parser have this attribute.
+    status = 2 if is_usage else 1
+    running = _running_command(arguments, commands)
+    options = options_of(arguments, commands)
+    text = name_options(_message(error), options, getattr(error, "argument", None))
+    hint = ""
+    if is_usage:
         text = _with_advice(text, arguments, running, commands)
-    if text or not usage:  # without a command, the help was printed
-        hint = f"; see qsample {f'{running} ' if running else ''}--help" if usage else ""
+        command_line = "qsample" if running is None else f"qsample {running}"
+        hint = f"; see {command_line} --help"
+    if (
+        text or not is_usage
+    ):  # Without a command, the parser has printed the help, and has no message.
         print(f"qsample: {text}{hint}", file=sys.stderr)
-    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if "--json" in ours and not isinstance(error, AlreadyPrintedError):
-        kind = "UsageError" if usage else type(error).__name__
-        print(
-            json.dumps(
-                {"error": {"type": kind, "message": text, "status": status}},
-                ensure_ascii=False,
-                indent=2,
-            )
-        )
+    if _asks_for_json(arguments) and not isinstance(error, AlreadyPrintedError):
+        kind = "UsageError" if is_usage else type(error).__name__
+        document = {"error": {"type": kind, "message": text, "status": status}}
+        print(json.dumps(document, ensure_ascii=False, indent=2))
     return status
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether a command line has --json as an option: after "--", it is an argument."""
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
+    return "--json" in arguments
 
 
 def _with_advice(
     text: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]
 ) -> str:
-    """A message of the parser with what to give in place of what it does not know."""
-    options = {
-        name
-        for parameter in getattr(commands.get(running or ""), "params", ())
-        for name in parameter.opts
-    }
-    if found := _UNKNOWN.match(text):
-        word = found["word"]
-        if len(word) == 2:  # of "-ngl", the parser names "-n"
-            whole = next((argument for argument in arguments if argument.startswith(word)), word)
-            word = whole if names_here(whole, options) else word
-        ours = [name if name.startswith("-") else f"`{name}`" for name in names_here(word, options)]
-        if len(ours) > 1 and word in arguments:  # the choice as it would be typed
-            value = " ".join(arguments[arguments.index(word) + 1 :][:1])
-            ours = [f"{name} {value}".rstrip() for name in ours]
-        if ours:
-            return f"{found[0].replace(found['word'], word)}; here it is {' or '.join(ours)}"
+    """A message of the parser about an unknown word, with the name that qsample has for it."""
+    found = _UNKNOWN_WORD.match(text)
+    if found:
+        word = _whole_word(found["word"], arguments, running, commands)
+        suggestions = _suggestions(word, arguments, running, commands)
+        if suggestions:
+            message = found[0].replace(found["word"], word)
+            return f"{message}; here it is {' or '.join(suggestions)}"
     if running == "generate" and text.startswith("Got unexpected extra argument"):
         return f"{text}; a prompt comes after -p"
     return text
 
 
-def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> Options:
-    """The options of the running command, and the options of other commands whose names cannot be plain words."""
-    running = _running(arguments, commands)
-    options: dict[str, tuple[str, str | None]] = {}
+def _whole_word(
+    word: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]
+) -> str:
+    """The option as the user typed it: of "-ngl", the message of the parser names only "-n"."""
+    if len(word) != 2:
+        return word
+    typed = next((argument for argument in arguments if argument.startswith(word)), word)
+    return typed if names_here(typed, _flags(running, commands)) else word
+
+
+def _suggestions(
+    word: str, arguments: Sequence[str], running: str | None, commands: Mapping[str, Any]
+) -> list[str]:
+    """The names that qsample has for a word of another program."""
+    names = names_here(word, _flags(running, commands))
+    suggestions = [name if name.startswith("-") else f"`{name}`" for name in names]
+    if len(suggestions) > 1 and word in arguments:
+        # The user has to choose, so each option is shown with the value that was typed.
+        place = arguments.index(word)
+        value = " ".join(arguments[place + 1 : place + 2])
+        suggestions = [f"{name} {value}".rstrip() for name in suggestions]
+    return suggestions
+
+
+def _flags(running: str | None, commands: Mapping[str, Any]) -> set[str]:
+    """All names of the options of the running command."""
+    command = commands.get(running or "")
+    return {flag for parameter in getattr(command, "params", ()) for flag in parameter.opts}
+
+
+def options_of(arguments: Sequence[str], commands: Mapping[str, Any]) -> dict[str, OptionNames]:
+    """The options by the names of their arguments in Python, for `name_options`.
+
+    They are the options of the running command, and those options of other commands whose argument
+    cannot be a plain word.
+
+    Args:
+        arguments: the command line.
+        commands: the commands of the parser, by name.
+    """
+    running = _running_command(arguments, commands)
+    options: dict[str, OptionNames] = {}
+    # The running command is the last, so its names replace those of other commands.
     for name, command in sorted(commands.items(), key=lambda item: item[0] == running):
         for parameter in command.params:
-            if parameter.param_type_name == "option" and (name == running or "_" in parameter.name):
-                options[parameter.name] = (
-                    max(parameter.opts, key=len),
-                    (parameter.secondary_opts or [None])[0],
-                )
+            is_certain = name == running or "_" in parameter.name
+            if parameter.param_type_name == "option" and is_certain:
+                off = parameter.secondary_opts[0] if parameter.secondary_opts else None
+                options[parameter.name] = OptionNames(max(parameter.opts, key=len), off)
     return options
 
 
-def _running(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | None:
+def _running_command(arguments: Sequence[str], commands: Mapping[str, Any]) -> str | None:
     return next((name for name in arguments if name in commands), None)
 
 
-def name_options(text: str, options: Options, argument: str | None = None) -> str:
-    """A message of the Python API with options in place of Python's arguments. A plain word, such as temperature, names
-    an argument if it is `argument`, in front of "is" or with a value."""
+def name_options(text: str, options: Mapping[str, OptionNames], argument: str | None = None) -> str:
+    """A message of the Python API, with options in place of Python's arguments.
 
-    def flag(match: re.Match[str]) -> str:
-        if option := match["option"]:
-            if match["given"] is None and match["python"] != option[2:].replace("-", "_"):
-                return match[0]
-            items = re.findall(r"[\w.+-]+", match["given"] or "")
-            return " ".join(f"{option} {item}" for item in items) or option
-        name, value = match["name"], match["value"]
-        if (name, value, "greedy" in options) == ("do_sample", "False", True):
+    A plain word, such as temperature, counts as an argument only if it is `argument`, if it stands
+    in front of "is", or if it has a value.
+
+    Args:
+        options: the options by the names of their arguments, from `options_of`.
+        argument: the argument that the error is about, if the error says so.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        if match["option"]:
+            return _option_after_argument(match)
+        name = match["name"]
+        value = match["value"]
+        if name == "do_sample" and value == "False" and "greedy" in options:
             return "--greedy"
-        certain = (
+        is_certain = (
             name == argument
             or value
             or match["equals"]
             or "_" in name
             or text.startswith(" is ", match.end())
         )
-        if name not in options or not certain:
+        if name not in options or not is_certain:
             return match[0]
-        option, off = options[name]
-        if value == "False":
-            return off or f"no {option}"
-        return (
-            option
-            if value in (None, "True")
-            else f"{option} {'none' if value == 'None' else value}"
-        )
+        return _option_with_value(options[name], value)
 
-    return _ARGUMENT.sub(flag, text)
+    return _ARGUMENT.sub(replacement, text)
+
+
+def _option_after_argument(match: re.Match[str]) -> str:
+    """The option of "argument=value (--option)", once for each value."""
+    option = match["option"]
+    if match["given"] is None and match["python"] != option[2:].replace("-", "_"):
+        return match[0]
+    values = re.findall(r"[\w.+-]+", match["given"] or "")
+    return " ".join(f"{option} {value}" for value in values) or option
+
+
+def _option_with_value(names: OptionNames, value: str | None) -> str:
+    """An option with the value of its argument in Python; None if there is no value."""
+    if value is None or value == "True":
+        return names.on
+    if value == "False":
+        return names.off or f"no {names.on}"
+    return f"{names.on} {'none' if value == 'None' else value}"
 
 
 def _message(error: Exception) -> str:
+    """The text of an error, in a line; with the type of an error that was not raised on purpose."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        extra = _EXTRAS.get(error.name.partition(".")[0], "export")
-        either = ", or with gpu in place of cpu" if extra == "cpu" else ""
-        return f"this needs {error.name}, which is not installed: `{install_hint(extra)}`{either}"
-    parsed = getattr(error, "format_message", None)  # of the command line's parser
-    text = printable(" ".join(_ESCAPE.sub("", str(parsed() if parsed else error)).split()))
-    if parsed:  # its sentences have a beginning and a stop; ours lack both
-        text = text.removeprefix("Invalid value: ").removesuffix(".")
-    if parsed or (
-        text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError)
-    ):
+        return _missing_module(error.name)
+    format_message = getattr(
+        error, "format_message", None
+    )  # Errors of the parser have this method.
+    original = str(error) if format_message is None else str(format_message())
+    text = printable(" ".join(_ESCAPE.sub("", original).split()))
+    if format_message is not None:
+        # The sentences of the parser have a beginning and a full stop; those of qsample have neither.
+        return text.removeprefix("Invalid value: ").removesuffix(".")
+    if text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError):
         return text
     return f"{type(error).__name__}: {text:.300} ({DEBUG_VARIABLE}=1 shows the traceback)"
+
+
+def _missing_module(name: str) -> str:
+    """The message about a module that is not installed, with the extra that installs it."""
+    extra = _EXTRA_OF_MODULE.get(name.partition(".")[0], "export")
+    alternative = ", or with gpu in place of cpu" if extra == "cpu" else ""
+    return f"this needs {name}, which is not installed: `{install_hint(extra)}`{alternative}"

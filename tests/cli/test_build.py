@@ -201,14 +201,18 @@ def test_a_text_becomes_a_file_for_engines_and_servers(
         "prefix", everything, out, "--prompt-text", tmp_path / "text", "--json"
     )
     assert status == 0, stderr
-    told = json.loads(stdout)
-    assert told == {"prefix": str(out), "tokens": told["tokens"], "bytes": out.stat().st_size}
-    assert told["tokens"] >= 64
+    document = json.loads(stdout)
+    assert document == {
+        "prefix": str(out),
+        "tokens": document["tokens"],
+        "bytes": out.stat().st_size,
+    }
+    assert document["tokens"] >= 64
     assert run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--overwrite")[0] == 0
     with Engine(load(everything), slots=1, prefixes=[out]) as engine:
         assert (
             engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens
-            == told["tokens"]
+            == document["tokens"]
         )
     served = ServedModel(
         "m", str(everything), ServeSettings(models={"m": str(everything)}, prefixes=(str(out),))
@@ -216,7 +220,7 @@ def test_a_text_becomes_a_file_for_engines_and_servers(
     with served.engine as engine:
         assert (
             engine.add_request(TEXT + "gh", max_new_tokens=1).result(60).usage.cached_tokens
-            == told["tokens"]
+            == document["tokens"]
         )
     with pytest.raises(ValueError, match="give prefix_cache_dir, or one model"):
         ServeSettings(models={"a": "x", "b": "y"}, prefixes=(str(out),))

@@ -171,7 +171,7 @@ def test_options_reach_the_engine_and_the_template(
     )
 
 
-def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(
+def test_an_answer_continues_to_the_end_of_the_context_by_default(
     run: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     path = fake_package(
@@ -198,7 +198,7 @@ def test_an_answer_goes_on_to_the_end_of_the_context_unless_told(
 
 
 def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
+    saved = tmp_path / "conversation.json"
     lines = [
         "/system be kind",
         "hello",
@@ -239,7 +239,9 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
     ]
     assert (requests[-1][1]["top_k"], requests[-1][1]["seed"]) == (4, 8)
     assert json.loads(saved.read_text()) == {"messages": [system, user("hello"), assistant(last)]}
-    assert [path.name for path in tmp_path.iterdir() if "talk" in path.name] == ["talk.json"]
+    assert [path.name for path in tmp_path.iterdir() if "conversation" in path.name] == [
+        "conversation.json"
+    ]
     assert "system prompt: none" in err
     assert "max_new_tokens 9, top_k 4, seed 8; the rest is the model's own" in err
     assert "5 answers, 45 tokens in " in err
@@ -247,16 +249,16 @@ def test_commands(say: Any, package: Package, requests: list[Any], tmp_path: Pat
 
 
 def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_path: Path) -> None:
-    kept, bad = tmp_path / "kept", tmp_path / "bad.json"
-    kept.write_text("mine")
+    existing, bad = tmp_path / "existing", tmp_path / "bad.json"
+    existing.write_text("mine")
     bad.write_text('{"messages": [{"role": "user"}]}')
     wrong = {
         "/nonsense": "/nonsense is not a command; /help lists them",
         "/retry": "the conversation has no question to answer again",
         "/save": "name a file",
-        f"/save {kept}": f"{kept} exists; give another file",
+        f"/save {existing}": f"{existing} exists; give another file",
         f"/save {tmp_path}/no/file": "cannot write",
-        f"/load {kept}": "does not hold a conversation",
+        f"/load {existing}": "does not hold a conversation",
         f"/load {bad}": "does not hold a conversation: chat message 0 (user) has no content",
         f"/load {tmp_path}/missing": "cannot read",
         "/set top_p 7": "top_p is 7",
@@ -271,7 +273,7 @@ def test_commands_that_fail_change_nothing(say: Any, requests: list[Any], tmp_pa
     assert f"could not be answered: {len(wrong)}" in err
     assert [messages for messages, _, _ in requests] == [[user("/etc/hosts is a file")]]
     assert "top_p" not in requests[0][1]
-    assert kept.read_text() == "mine"
+    assert existing.read_text() == "mine"
     assert out.count("\n") >= 1
 
 
@@ -289,7 +291,7 @@ def test_a_conversation_goes_on_when_the_context_is_full(
     say: Any, package: Package, tmp_path: Path, requests: list[Any]
 ) -> None:
     """The oldest turns are left out, whole ones and no more than needed; the file has them all."""
-    saved, questions = tmp_path / "talk.json", [str(number) * 12 for number in range(8)]
+    saved, questions = tmp_path / "conversation.json", [str(number) * 12 for number in range(8)]
     status, out, err = say(
         "\n".join([*questions, f"/save {saved}"]), "--system", "S", "--ctx-len", "128"
     )
@@ -332,14 +334,14 @@ def test_a_question_that_does_not_fit_forgets_nothing(say: Any, requests: list[A
 def test_a_saved_conversation_that_waits_for_an_answer(
     say: Any, package: Package, tmp_path: Path
 ) -> None:
-    saved = tmp_path / "talk.json"
+    saved = tmp_path / "conversation.json"
     saved.write_text(json.dumps([user("hello")]))
     _, out, err = say(f"/load {saved}\n/retry\n")
     assert "1 message; /retry answers the last" in err
     assert out == answer(load(package.path), [user("hello")]) + "\n"
 
 
-def test_a_missing_library_is_told_before_a_model_is_looked_for(
+def test_a_missing_library_is_reported_before_a_model_is_looked_for(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -351,7 +353,7 @@ def test_a_missing_library_is_told_before_a_model_is_looked_for(
     assert f"`{install_hint('chat')}`" in err
 
 
-def test_a_missing_library_is_told_of_a_prompt_too(
+def test_a_missing_library_is_reported_for_a_prompt_too(
     run: Any, package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -394,11 +396,14 @@ def test_an_answer_that_is_stopped_before_it_begins(text: str | None, package: P
             return SimpleNamespace(finish_reason="cancelled", text="")
 
     engine: Any = SimpleNamespace(capacity=256, add_request=lambda *_, **__: Stopped())
-    talk, said = Conversation(load(package.path), engine, {}, {}), [user("hello"), assistant("hi")]
-    talk.start_with(said)
+    conversation, said = (
+        Conversation(load(package.path), engine, {}, {}),
+        [user("hello"), assistant("hi")],
+    )
+    conversation.start_with(said)
     with pytest.raises(KeyboardInterrupt):
-        talk.ask(text, print)
-    assert (talk.turns, talk.answers) == (said, 0), "the conversation is as it was"
+        conversation.ask(text, print)
+    assert (conversation.turns, conversation.answers) == (said, 0), "the conversation is as it was"
 
 
 def test_a_model_that_gives_nan(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +459,8 @@ class Terminal:
         return before
 
     def interrupt(self, pattern: str) -> None:
-        """ctrl-C until the pattern comes: one that comes before the terminal is read again waits for the next key."""
+        """ctrl-C until the pattern comes: one that comes before the terminal is read again waits
+        for the next key."""
         for _ in range(30):
             self.send("\x03")
             with suppress(AssertionError):
@@ -502,7 +508,7 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.until(r"half a line")
     terminal.interrupt(r"ctrl-D or /exit ends the chat")  # at the prompt
     terminal.until(prompt)
-    saved = tmp_path / "talk.json"
+    saved = tmp_path / "conversation.json"
     terminal.send(f"/save {saved}\n")
     terminal.until(r"2 messages written")
     messages = json.loads(saved.read_text())["messages"]
@@ -522,7 +528,7 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
+    ("text", "stop_strings"),
     [
         ("the end", "the end"),
         ('"\\n\\n"', "\n\n"),
@@ -531,26 +537,26 @@ def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
         ("{", "{"),
     ],
 )
-def test_stop_strings_are_set_and_dropped(text: str, kept: Any) -> None:
-    talk = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
-    talk.set_parameter("stop_strings", text)
-    assert talk.options == {"seed": 1, "stop_strings": kept}
-    talk.set_parameter("stop_strings", "null")
-    assert talk.options == {"seed": 1}
+def test_stop_strings_are_set_and_dropped(text: str, stop_strings: Any) -> None:
+    conversation = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
+    conversation.set_parameter("stop_strings", text)
+    assert conversation.options == {"seed": 1, "stop_strings": stop_strings}
+    conversation.set_parameter("stop_strings", "null")
+    assert conversation.options == {"seed": 1}
 
 
 @pytest.mark.parametrize("name", ["sql", "7"])
 def test_an_adapter_is_set_and_dropped(name: str) -> None:
-    talk = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
-    talk.set_parameter("adapter", name)
-    assert talk.options == {"seed": 1, "adapter": name}
-    talk.set_parameter("adapter", "null")
-    assert talk.options == {"seed": 1}
+    conversation = Conversation(None, None, {"seed": 1}, {})  # type: ignore[arg-type]
+    conversation.set_parameter("adapter", name)
+    assert conversation.options == {"seed": 1, "adapter": name}
+    conversation.set_parameter("adapter", "null")
+    assert conversation.options == {"seed": 1}
 
 
 @pytest.mark.parametrize("text", ["", '""', "[5]", '[""]'])
 def test_wrong_stop_strings_change_nothing(text: str) -> None:
-    talk = Conversation(None, None, {"stop_strings": "a"}, {})  # type: ignore[arg-type]
+    conversation = Conversation(None, None, {"stop_strings": "a"}, {})  # type: ignore[arg-type]
     with pytest.raises(TurnError, match="stop_strings is"):
-        talk.set_parameter("stop_strings", text)
-    assert talk.options == {"stop_strings": "a"}
+        conversation.set_parameter("stop_strings", text)
+    assert conversation.options == {"stop_strings": "a"}

@@ -47,7 +47,7 @@ def test_version(run: Any) -> None:
     assert run("--version")[:2] == (0, f"qsample {__version__}\n")
 
 
-def test_version_tells_another_distribution_with_the_same_module(
+def test_version_names_another_distribution_with_the_same_module(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "qsample-0.0.2.dist-info").mkdir()
@@ -60,7 +60,7 @@ def test_version_tells_another_distribution_with_the_same_module(
     assert "the distribution qsample 0.0.2 is here, too" in err
 
 
-def test_without_a_command_the_help_is_all(run: Any) -> None:
+def test_without_a_command_only_the_help_is_printed(run: Any) -> None:
     status, out, err = run()
     assert (status, err) == (2, "")
     assert "generate" in out
@@ -111,7 +111,7 @@ def test_an_interrupt_ends_with_130(
     assert run("inspect", tmp_path)[0] == 130
 
 
-def test_a_reader_that_leaves_early_is_no_error(llama_package: Path) -> None:
+def test_a_reader_that_ends_early_is_not_an_error(llama_package: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(

@@ -291,7 +291,7 @@ def test_generate_from_a_package_without_the_sampler(
     assert (host[0], host[1]) == (0, baked[1])
 
 
-def test_generate_tells_once_of_compile_for_a_large_portable_package(
+def test_generate_advises_compile_once_for_a_large_portable_package(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = fake_package(tmp_path / "package").path
@@ -311,7 +311,8 @@ def test_generate_tells_once_of_compile_for_a_large_portable_package(
 
 
 def test_an_answer_that_is_cut_inside_a_character(run: Any, tmp_path: Path) -> None:
-    """The model writes a first byte of characters over and over: two that no character has, and one that is cut off."""
+    """The model writes a first byte of characters over and over: two that no character has, and one
+    that is cut off."""
     first = byte_tokenizer().token_to_id("ð")  # the byte F0
 
     def always(graph: onnx.ModelProto) -> None:

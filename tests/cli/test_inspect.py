@@ -1,4 +1,5 @@
-"""`qsample inspect`, `qsample pull` and `qsample cache`, and commands that are given a checkpoint."""
+"""`qsample inspect`, `qsample pull` and `qsample cache`, and commands that are given a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Pat
 
 
 @pytest.mark.ci
-def test_inspect_shows_what_becomes_of_images(
+def test_inspect_shows_the_processing_of_images(
     run: Any, smolvlm_package: Path, tmp_path: Path
 ) -> None:
-    """Of SmolVLM's processor: 48 pixels at most in tiles of 24, and the whole: five tiles of nine tokens."""
+    """Of SmolVLM's processor: 48 pixels at most in tiles of 24, and the whole: five tiles of nine
+    tokens."""
     import onnx
 
     _, out, _ = run("inspect", smolvlm_package)
@@ -114,7 +116,8 @@ def test_a_bundle(run: Any, fake: Callable[..., Package], tmp_path: Path) -> Non
 def made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Callable[..., Package]
 ) -> list[dict[str, Any]]:
-    """The options of each package that was made, which is a fake package in place of a compiled one."""
+    """The options of each package that was made, which is a fake package in place of a compiled
+    one."""
     monkeypatch.setenv("QSAMPLE_CACHE", str(tmp_path / "cache"))
     calls: list[dict[str, Any]] = []
 
@@ -134,16 +137,16 @@ def test_a_checkpoint_is_made_once_for_each_of_its_options(
     run: Any, made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("generate", tmp_path / "model", "-p", "ab", "--greedy", "--max-new-tokens", "3")
-    status, first, told = run(*arguments)
-    assert status == 0, told
-    assert "model is in the cache now (" in told
-    assert "later runs start at once; --weights int4 takes about a seventh" in told
+    status, first, err = run(*arguments)
+    assert status == 0, err
+    assert "model is in the cache now (" in err
+    assert "later runs start at once; --weights int4 takes about a seventh" in err
     again = run(*arguments)
     assert again[:2] == (0, first)
     assert "cache" not in again[2]
-    status, path, told = run("pull", tmp_path / "model", "--weights", "int8")
+    status, path, err = run("pull", tmp_path / "model", "--weights", "int8")
     assert (status, Path(path.rstrip()).parent) == (0, tmp_path / "cache")
-    assert "--weights int4" not in told
+    assert "--weights int4" not in err
     assert run(*arguments, "--weights", "int8")[:2] == (0, first)
     monkeypatch.setattr(
         CompileOptions, "_check_quantization", lambda options: None
@@ -159,7 +162,9 @@ def test_a_checkpoint_is_made_once_for_each_of_its_options(
     assert len(made) == 4
 
 
-def test_a_package_for_serving_is_one_of_its_own(run: Any, made: list[Any], tmp_path: Path) -> None:
+def test_a_package_for_serving_is_a_separate_package(
+    run: Any, made: list[Any], tmp_path: Path
+) -> None:
     plain, serving = (run("pull", tmp_path / "model", *more)[1] for more in ([], ["--for-serving"]))
     assert plain != serving
     assert len(made) == 2
@@ -181,14 +186,14 @@ def test_list_and_clear(
     name = listed["entries"][0]["model"]
     assert name == str(tmp_path / "model"), "with its path, which is not in the package"
     assert f" {name} " in run("cache", "list")[1]
-    status, _, told = run("cache", "clear", "elsewhere/model")
-    assert (status, told.split(";")[0]) == (2, "qsample: elsewhere/model is not in the cache")
+    status, _, err = run("cache", "clear", "elsewhere/model")
+    assert (status, err.split(";")[0]) == (2, "qsample: elsewhere/model is not in the cache")
     assert run("cache", "clear", name)[2] == "2 removed\n"
     run("pull", tmp_path / "model")
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
-    status, _, told = run("cache", "clear")
-    assert (status, told[:23]) == (2, "qsample: this removes 1")
-    assert "give --yes, or name the models" in told
+    status, _, err = run("cache", "clear")
+    assert (status, err[:23]) == (2, "qsample: this removes 1")
+    assert "give --yes, or name the models" in err
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert "Remove 1 model, " in run("cache", "clear")[2]
     assert len(json.loads(run("cache", "list", "--json")[1])["entries"]) == 1
@@ -255,8 +260,8 @@ def test_inspect_shows_a_gguf_file(run: Any, tmp_path: Path) -> None:
             row
         )  # whose lines are as long as the path lets them be
     assert json.loads(run("inspect", tmp_path / "blob", "--json")[1])["weights"] == {"F32": 12}
-    status, _, told = run("generate", tmp_path / "blob", "-p", "x")
-    assert (status, "torch" in told, "llama, qwen2, qwen3" in told) == (1, False, True)
+    status, _, err = run("generate", tmp_path / "blob", "-p", "x")
+    assert (status, "torch" in err, "llama, qwen2, qwen3" in err) == (1, False, True)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_the_only_adapter_is_used_and_another_by_its_name(
 
 
 @pytest.mark.ci
-def test_rows_of_a_prompt_file_have_their_own(
+def test_rows_of_a_prompt_file_choose_adapters(
     run: Any, package: Path, model: CausalLM, tmp_path: Path
 ) -> None:
     names: list[Any] = ["a", "b", None, "c"]

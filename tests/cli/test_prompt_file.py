@@ -1,4 +1,5 @@
-"""`qsample generate --prompt-file`: JSON lines in order, errors that are their row's own, and runs that go on."""
+"""`qsample generate --prompt-file`: JSON lines in order, errors that are their row's own, and runs
+that go on."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_rows_with_images(run: Any, smolvlm_package: Path, tmp_path: Path) -> No
         assert record["prompt_tokens"] == done.prompt_lengths[0]
 
 
-def test_every_row_is_what_it_is_alone(run: Any, package: Package, tmp_path: Path) -> None:
+def test_every_row_equals_the_row_alone(run: Any, package: Package, tmp_path: Path) -> None:
     status, out, err = run(
         "generate", package.path, "--prompt-file", written(tmp_path / "p.jsonl", ROWS), *SETTINGS
     )
@@ -131,13 +132,13 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
     path = tmp_path / "prompts.txt"
     path.write_bytes('\ufeffone\r\n\n{"two": 2}\nthree'.encode())
     model, system = load(package.path), {"role": "system", "content": "S"}
-    for flags, head, told in ((["--raw"], None, 0), ([], [], 1), (["--system", "S"], [system], 0)):
+    for flags, head, notes in ((["--raw"], None, 0), ([], [], 1), (["--system", "S"], [system], 0)):
         status, out, err = run("generate", package.path, "--prompt-file", path, *flags, *SETTINGS)
         found = records(out)
         assert (status, [record["id"] for record in found], err.count(AS_A_CHAT)) == (
             0,
             [1, 3, 4],
-            told,
+            notes,
         )
         for record, prompt in zip(found, ["one", '{"two": 2}', "three"], strict=True):
             inputs: Any = prompt if head is None else [*head, {"role": "user", "content": prompt}]
@@ -145,8 +146,11 @@ def test_a_line_of_text_is_a_prompt(run: Any, package: Package, tmp_path: Path) 
             assert record["token_ids"] == alone.token_ids[0]
 
 
-def test_what_is_no_chat(run: Any, package: Package, tmp_path: Path) -> None:
-    """Token ids are continued, conversations are what they are, and a model without a template continues texts."""
+def test_token_ids_and_raw_texts_are_not_answered_as_a_chat(
+    run: Any, package: Package, tmp_path: Path
+) -> None:
+    """Token ids are continued, conversations stay as they are, and a model without a template
+    continues texts."""
     source = written(tmp_path / "p.jsonl", [{"prompt": [5, 6]}, ROWS[1]])
     plain, raw = (
         run("generate", package.path, "--prompt-file", source, *more, *SETTINGS)
@@ -194,7 +198,7 @@ def test_log_probabilities_are_for_rows_that_ask(
     )
 
 
-def test_an_error_is_its_row_s_own(run: Any, package: Package, tmp_path: Path) -> None:
+def test_an_error_affects_only_its_row(run: Any, package: Package, tmp_path: Path) -> None:
     bad: list[tuple[Any, str]] = [
         ({"prompt": 3, "id": "z"}, "prompt is 3; give a text, or token ids"),
         ("not json", "the line is not valid JSON"),
@@ -270,7 +274,7 @@ def test_a_run_that_was_cut_off_goes_on(run: Any, package: Package, tmp_path: Pa
     assert part.read_bytes().count(b"\n") == 8
 
 
-def test_files_of_something_else_are_refused_and_kept(
+def test_files_of_other_results_are_refused_and_unchanged(
     run: Any, package: Package, tmp_path: Path
 ) -> None:
     source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
@@ -279,11 +283,11 @@ def test_files_of_something_else_are_refused_and_kept(
     content = output.read_bytes()
 
     def refused(message: str, *arguments: Any) -> None:
-        kept = output.read_bytes()
+        content_before = output.read_bytes()
         status, out, err = run(*arguments)
         assert (status, out) == (2, "")
         assert message in err
-        assert output.read_bytes() == kept
+        assert output.read_bytes() == content_before
 
     changed = written(tmp_path / "changed.jsonl", [*ROWS[:3], {"prompt": "x", "id": 44}, *ROWS[4:]])
     refused(
@@ -305,7 +309,8 @@ def test_files_of_something_else_are_refused_and_kept(
 
 
 def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path: Path) -> None:
-    """Also from corrected prompts; the other lines stay, byte by byte, and must be those of their prompts."""
+    """Also from corrected prompts; the other lines stay, byte by byte, and must be those of their
+    prompts."""
     bad = [
         {"prompt": "a", "id": {"error": {}}},
         {"prompt": 3},
@@ -358,9 +363,7 @@ def test_rows_with_an_error_are_done_again(run: Any, package: Package, tmp_path:
     assert "--retry-errors goes with --output" in run(*command[:4], "--retry-errors")[2]
 
 
-def test_a_line_that_was_cut_and_ended_is_no_row(
-    run: Any, package: Package, tmp_path: Path
-) -> None:
+def test_a_truncated_line_that_ends_is_refused(run: Any, package: Package, tmp_path: Path) -> None:
     source, output = written(tmp_path / "p.jsonl", ROWS[:2]), tmp_path / "out"
     command: list[Any] = [
         "generate",
@@ -381,7 +384,8 @@ def test_a_line_that_was_cut_and_ended_is_no_row(
 
 
 def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Path) -> None:
-    """A limit of the process, in place of a disk: the system takes a part of a line and then nothing."""
+    """A limit of the process, in place of a disk: the system takes a part of a line and then
+    nothing."""
     resource = pytest.importorskip("resource")
     source, output = written(tmp_path / "p.jsonl", ROWS), tmp_path / "out"
     command: list[Any] = [
@@ -412,7 +416,7 @@ def test_a_full_disk_leaves_whole_lines(run: Any, package: Package, tmp_path: Pa
     assert output.read_bytes().count(b"\n") == 6
 
 
-def test_standard_output_has_lines_alone_where_rows_have_errors(
+def test_standard_output_has_only_lines_of_rows_after_errors(
     run: Any, package: Package, tmp_path: Path
 ) -> None:
     source, output = (
@@ -445,7 +449,7 @@ def test_two_runs_do_not_write_to_one_file(run: Any, package: Package, tmp_path:
     assert "another process writes to --output" in err
 
 
-def test_a_context_that_filled_up_is_said(run: Any, tmp_path: Path) -> None:
+def test_a_full_context_is_reported(run: Any, tmp_path: Path) -> None:
     path = fake_package(tmp_path / "package", compilation=compilation(ctx_len=48)).path
     rows = [{"prompt": "x", "max_new_tokens": 400}, {"prompt": "x", "max_new_tokens": 4}]
     _, out, err = run(

@@ -1,4 +1,5 @@
-"""How far a package is from its float model, as the commands say it; and its bits, as a table that compile takes."""
+"""How far a package is from its float model, as the commands say it; and its bits, as a table that
+compile takes."""
 
 from __future__ import annotations
 

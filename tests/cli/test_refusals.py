@@ -1,4 +1,5 @@
-"""What the commands refuse: a line on stderr that names the option, its value, and what to do; nothing is written."""
+"""What the commands refuse: a line on stderr that names the option, its value, and what to do;
+nothing is written."""
 
 from __future__ import annotations
 

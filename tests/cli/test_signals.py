@@ -82,7 +82,7 @@ def test_a_signal_ends_the_command_and_nothing_is_left(
         )
 
 
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As `nohup` starts a command."""
     process = start(tmp_path / "ignored")
     process.send_signal(signal.SIGHUP)
@@ -106,7 +106,7 @@ def test_the_library_leaves_signals_alone() -> None:
     assert done.returncode == 0
 
 
-def test_what_the_documents_tell_a_python_program_to_do(tmp_path: Path) -> None:
+def test_the_advice_of_the_documents_for_python_programs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "security.md").read_text("utf-8")
     (handler,) = re.findall(r"```python\n(import signal.*?)```", text, re.DOTALL)
     work = WORKS.replace("cli.main()", handler + "work(sys.argv[-1])")
@@ -141,7 +141,8 @@ def export(checkpoint: Path, out: Path) -> subprocess.Popen[bytes]:
 def test_a_real_export_that_is_ended_or_killed_at_any_moment(
     checkpoint: object, tmp_path: Path
 ) -> None:
-    """What is at the place is the old package or the new one; and the next writer finds what a kill left."""
+    """What is at the place is the old package or the new one; and the next writer finds what a kill
+    left."""
     source, out = checkpoint("llama"), tmp_path / "package"  # type: ignore[operator]
     start_time = time.monotonic()
     assert export(source, out).wait() == 0
@@ -157,7 +158,8 @@ def test_a_real_export_that_is_ended_or_killed_at_any_moment(
         assert process.wait() in (0, -number, 128 + number)
         assert read_package(out).manifest.source == old.manifest.source
         if number == signal.SIGTERM:
-            # Before the handler is there, a signal ends the command as the system does, and nothing was begun.
+            # Before the handler is there, a signal ends the command as the system does, and nothing
+            # was begun.
             assert os.listdir(tmp_path) == ["package"]
         else:
             write(tmp_path / "beside", overwrite=True)

@@ -1,4 +1,5 @@
-"""The terminal: a bar, escapes, sizes, JSON that is valid; and errors, with the names of options."""
+"""The terminal: a bar, escapes, sizes, JSON that is valid; and errors, with the names of
+options."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from qsample.errors import QsampleError, install_hint
 from tests.helpers.fake_package import POISON, VOCAB, fake_package
 
 
-def test_no_bar_where_standard_error_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_if_standard_error_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress() as report:
         report("tracing", 0.5)
     assert capsys.readouterr() == ("", "")
@@ -128,7 +129,7 @@ def test_what_a_model_masks_is_null_in_json(run: Any, tmp_path: Path) -> None:
         bias.CopyFrom(numpy_helper.from_array(values, "head_bias"))
 
     def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     package = fake_package(tmp_path / "package", edit=mask, logprobs=True, top_logprobs=3)
     prompts = tmp_path / "prompts.jsonl"
@@ -182,7 +183,7 @@ def test_an_error_that_names_its_argument_names_the_option() -> None:
     assert name_options("slots exceeds 4", options, "slots") == "--slots exceeds 4"
 
 
-def test_no_json_where_none_was_asked_for(run: Any) -> None:
+def test_no_json_without_the_option(run: Any) -> None:
     assert run("inspect", "no-such")[1] == ""
     assert run("inspect", "--", "--json")[1] == ""
 
@@ -210,7 +211,7 @@ def test_a_result_with_an_error_is_one_document(run: Any, tmp_path: Path) -> Non
         ("torch", "export"),
     ],
 )
-def test_a_missing_module_is_told_with_the_extra_that_brings_it(
+def test_a_missing_module_is_reported_with_the_extra_that_installs_it(
     module: str, extra: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report(ModuleNotFoundError(f"No module named {module!r}", name=module), [], {})

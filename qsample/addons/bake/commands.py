@@ -61,7 +61,8 @@ def bake(
     features: FeatureOptions,
     writing: WriteOptions,
 ) -> None:
-    """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community, optimum)."""
+    """Give the sampler to a decoder file of another exporter (onnxruntime-genai, onnx-community,
+    optimum)."""
     from qsample.addons.bake.api import bake as bake_file
 
     check_source(model, decoder.revision)

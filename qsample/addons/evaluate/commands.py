@@ -102,7 +102,8 @@ def evaluate(
     models: ModelOptions,
     as_json: Json = False,
 ) -> None:
-    """Score packages on a text: perplexity, KL divergence, top-1 agreement, with confidence intervals."""
+    """Score packages on a text: perplexity, KL divergence, top-1 agreement, with confidence
+    intervals."""
     from qsample.addons.evaluate import evaluate as score
 
     documents = [read_text(path, "--text") for path in text]
@@ -110,7 +111,8 @@ def evaluate(
         from qsample.addons.evaluate.plot import check_plot
 
         check_plot(plot)
-    # Cached packages stay in the cache as long as these objects. The rest are opened by name, and verified, below.
+    # Cached packages stay in the cache as long as these objects. The rest are opened by name, and
+    # verified, below.
     opened = _open_models(packages, models.choices)
     references = _open_models(against or [], CompileChoices())
     with progress() as report:
@@ -234,7 +236,8 @@ def verify(
     models: ModelOptions,
     as_json: Json = False,
 ) -> None:
-    """Check a package: its files' hashes, its signature, its log-probabilities beside a checkpoint's.
+    """Check a package: its files' hashes, its signature, its log-probabilities beside a
+    checkpoint's.
 
     Exit status 1 if a check fails, or a difference is outside the limits that are given.
     """
@@ -372,8 +375,8 @@ def _shown(estimate: Estimate, digits: int) -> str:
 
 
 def _checked(package: str, trusted_keys: list[str] | None, *, as_json: bool) -> str:
-    """Compare every file of a package with its sha256, and with its signature if keys are trusted; returns the result,
-    in words or as JSON."""
+    """Compare every file of a package with its sha256, and with its signature if keys are trusted;
+    returns the result, in words or as JSON."""
     with progress():
         opened = read_package(package, trusted_keys=trusted_keys or None)
     signer = opened.signer or signer_of(opened.path)

@@ -1,4 +1,5 @@
-"""`qsample serve`, an OpenAI-compatible server, and `qsample web`, a page that runs a package in the browser."""
+"""`qsample serve`, an OpenAI-compatible server, and `qsample web`, a page that runs a package in
+the browser."""
 
 from __future__ import annotations
 
@@ -119,10 +120,11 @@ def serve(
     packages: PackageOptions,
     values: Annotated[dict[str, Any], FieldFlags(ServeSettings)],
 ) -> None:
-    """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models.
+    """Serve packages with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses,
+    /v1/models.
 
-    Also Anthropic's /v1/messages, vLLM's /tokenize, /metrics, /health and /version. /docs has all; / is a page to try.
-    """
+    Also Anthropic's /v1/messages, vLLM's /tokenize, /metrics, /health and /version. /docs has all;
+    / is a page to try."""
     from qsample.addons.serve.run import run
 
     if log_level not in _LOG_LEVELS:
@@ -226,11 +228,12 @@ def web(
     weights: Weights = None,
     preset: Preset = None,
 ) -> None:
-    """Serve a page that runs a package in the browser; this command sends files and computes nothing.
+    """Serve a page that runs a package in the browser; this command sends files and computes
+    nothing.
 
-    A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly. For other machines,
-    put https before it: browsers have WebGPU and threads on secure pages and on localhost only.
-    """
+    A checkpoint is compiled for WebAssembly, or with --provider webgpu for WebGPU and WebAssembly.
+    For other machines, put https before it: browsers have WebGPU and threads on secure pages and on
+    localhost only."""
     from qsample.addons.serve.web import WebServer, check_built
     from qsample.ort.model_package import package_in
 
