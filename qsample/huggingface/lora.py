@@ -46,8 +46,8 @@ _READ_FIELDS: Final = (
     "bias",
     "init_lora_weights",
 )
-# Fields that change no number. They describe the training, or the layers, which the names of the
-# tensors also give. fan_in_fan_out follows from the layer itself.
+# Fields that change no number. They describe the training, or the layers; the names of the tensors
+# give the layers, too. fan_in_fan_out follows from the layer itself.
 _FIELDS_WITHOUT_EFFECT: Final = (
     "peft_version",
     "task_type",
@@ -75,8 +75,8 @@ _FIELDS_WITHOUT_EFFECT: Final = (
 _MAX_CONFIG_BYTES: Final = 1 << 22
 _MAX_PATTERN_CHARACTERS: Final = 200
 # Patterns are regular expressions from strangers. Python's `re` may match one for ever, and holds
-# Python's lock meanwhile. So only these are accepted: characters and classes, which may be repeated,
-# and groups of them, which may not.
+# Python's lock meanwhile. So a pattern may only have characters and classes, repeated or not, and
+# groups of these that are not repeated.
 _ATOM: Final = r"(?:\\[dw]|\\[^\w\s]|\[\^?[\w.-]+\]|[\w.-])"
 _PIECE: Final = rf"{_ATOM}(?:[*+]\??|\?)?"
 _PATTERN: Final = re.compile(rf"\^?(?:{_PIECE}|\((?:\?:)?(?:{_PIECE}|\|)*\)\??|\|)*\$?")

@@ -145,7 +145,7 @@ def _content(path: str | Path, limits: ImageLimits, name: str) -> bytes:
 
 
 def _opened(data: bytes, limits: ImageLimits, name: str) -> Image:
-    """An image whose header was read. The format's plugin reads it, and not `Image.open`, which has
+    """An image whose header was read. The format's plugin reads it, because `Image.open` has
     another limit, and warns."""
     if len(data) > limits.most_bytes:
         _refuse(f"{name} has more than {limits.most_bytes} bytes, the limit; make it smaller")

@@ -562,8 +562,8 @@ class AnyResolution(Family):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines(Family):
-    """Images of any size up to a longest edge, in whole patches, which have a placeholder each, in
-    lines (Pixtral, Mistral 3).
+    """Images of any size up to a longest edge, in whole patches. Each patch has a placeholder, and
+    the placeholders are in lines (Pixtral, Mistral 3).
 
     Attributes:
         size: the length of the longest edge.

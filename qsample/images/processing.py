@@ -43,7 +43,7 @@ class ImageTexts:
         tile: the text before each tile; it may contain {row}, {column} and {number}, counted from
             1.
         line: the text between two rows of tiles.
-        whole: the text before the placeholders of the whole image, which follows the tiles.
+        whole: the text before the placeholders of the whole image, after the tiles.
         after: the text after the image.
     """
 

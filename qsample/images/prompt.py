@@ -44,9 +44,9 @@ class ImagePrompt:
             prompt.
         offsets: [n + 1, 3] int32, the contract's `position_offsets`; None without
             `ImageShape.axial`. The last entry is for all tokens after the prompt.
-        identities: [n] int64, the id of a text token, or a negative number for a placeholder, which
-            depends on its image and on its place there. Prompts share a beginning if their
-            identities do.
+        identities: [n] int64, the id of a text token, or a negative number for a placeholder. The
+            number depends on the image and on the place in the image. Prompts share a beginning if
+            their identities do.
     """
 
     images: tuple[ProcessedImage, ...]

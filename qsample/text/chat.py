@@ -493,7 +493,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """A filter in place of Jinja's, which escapes HTML: models were not trained on that."""
+    """Jinja's filter escapes HTML, on which models were not trained. This filter does not."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

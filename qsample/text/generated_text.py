@@ -2,8 +2,8 @@
 written to a file.
 
 `tokenizers.decoders.DecodeStream` does not fit: if a prompt ends inside a character, or with
-U+FFFD, it repeats the prompt. It also has no call for the end of a text, which leaves out an
-incomplete character.
+U+FFFD, it repeats the prompt. And it has no call for the end of a text, where an incomplete
+character is left out.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class IncrementalDecoder:
 
     def end(self) -> str:
         """The text that was held back, except a character whose last bytes are missing. U+FFFD
-        remains if the tokens spell it, or spell bytes that are no text."""
+        remains if the tokens spell it, or spell bytes that are not valid text."""
         if self._returned is None:
             return ""
         text = self._without_incomplete(self._decode(self._ids))
@@ -242,8 +242,8 @@ class IncrementalDecoder:
         return piece
 
     def _without_incomplete(self, text: str) -> str:
-        """`text`, the text of `_ids`, without an incomplete character at its end, which further
-        bytes could complete."""
+        """`text`, the text of `_ids`, without a character at its end that further bytes could
+        complete."""
         if text.endswith(_REPLACEMENT_CHARACTER):
             for rest in self._tokenizer.completions:
                 completed = self._decode([*self._ids, *rest])

@@ -143,7 +143,7 @@ class Tokenizer:
         return ([low], [low, low], [low, low, low], [high], [high, low], [high, low, low])
 
     def _byte_token(self, spellings: Sequence[str]) -> int | None:
-        """The token of a byte, which decodes to U+FFFD; None if none of the spellings is such a
+        """The token of a byte: it decodes to U+FFFD. None if none of the spellings is such a
         token."""
         for spelling in spellings:
             token: int | None = self._tokenizer.token_to_id(spelling)
@@ -331,7 +331,7 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
     """The tokenizer of a call.
 
     Args:
-        own: the package's tokenizer, which is preferred; None if it has none.
+        own: the package's tokenizer, or None. It takes precedence.
         given: the caller's tokenizer: qsample's, transformers' or the tokenizers library's.
         vocab_size: the number of the model's token ids.
 
@@ -374,7 +374,7 @@ def _raise_failure(what: str, error: BaseException) -> None:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise ValueError if `text` cannot be written as UTF-8, which tokenizers read. what: the name
+    """Raise ValueError if `text` cannot be written as UTF-8 for a tokenizer. what: the name
     of the text in the message."""
     try:
         text.encode()
