@@ -8,17 +8,20 @@ pyproject.toml:
     hello = "my_addon.command:hello"
 
 docs/addons.md says which object each group expects. Only metadata is read until an object is
-loaded.
+loaded. In a checkout, qsample's own pyproject.toml counts, and not the metadata of an installation,
+which may be older or missing.
 """
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import Any, Final
 
-from qsample.errors import QsampleError
+from qsample.errors import DISTRIBUTION, QsampleError
 
 COMMANDS: Final = "qsample.commands"
 TARGETS: Final = "qsample.targets"
@@ -26,6 +29,7 @@ CHECKPOINTS: Final = "qsample.checkpoints"
 SOURCES: Final = "qsample.sources"
 SPELLINGS: Final = "qsample.spellings"
 DIALECTS: Final = "qsample.dialects"
+_PYPROJECT: Final = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def extension_names(group: str) -> list[str]:
@@ -59,8 +63,13 @@ def _entry_points(group: str, search_path: tuple[str, ...]) -> dict[str, EntryPo
 
     Raises QsampleError for a name that two distributions register.
     """
+    installed = entry_points(group=group)
+    checkout = _entry_points_of_checkout()
+    if checkout is not None:
+        others = [entry for entry in installed if not _is_own(entry)]
+        installed = EntryPoints([*checkout.select(group=group), *others])
     found: dict[str, EntryPoint] = {}
-    for entry_point in entry_points(group=group):
+    for entry_point in installed:
         other = found.get(entry_point.name)
         if other is not None and other.value != entry_point.value:
             raise QsampleError(
@@ -69,6 +78,27 @@ def _entry_points(group: str, search_path: tuple[str, ...]) -> dict[str, EntryPo
             )
         found[entry_point.name] = entry_point
     return found
+
+
+@cache
+def _entry_points_of_checkout() -> EntryPoints | None:
+    """The entry points of qsample itself, if its package lies in a checkout."""
+    if not _PYPROJECT.is_file():
+        return None
+    project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+    if project.get("name") != DISTRIBUTION:
+        return None
+    groups = project.get("entry-points", {})
+    return EntryPoints(
+        EntryPoint(name, value, group)
+        for group, entries in groups.items()
+        for name, value in entries.items()
+    )
+
+
+def _is_own(entry_point: EntryPoint) -> bool:
+    """Whether an entry point belongs to an installation of qsample itself."""
+    return entry_point.dist is not None and entry_point.dist.name == DISTRIBUTION
 
 
 def _origin(entry_point: EntryPoint) -> str:
