@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.extensions import COMMANDS, extension_names, load_extension
 from qsample.models.auto_model import AutoModelForCausalLM
+from tests.helpers.command_line import ROOT, qsample
 from tests.helpers.tiny_models import random_model
 
-PAGE = Path(__file__).parents[1] / "docs" / "addons.md"
+PAGE = ROOT / "docs" / "addons.md"
 
 
 def files_of_the_page() -> dict[str, str]:
@@ -88,7 +89,7 @@ def power2_checkpoint(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("addon")
-def test_the_format_of_an_addon_is_read(tmp_path: Path, run: Any) -> None:
+def test_the_format_of_an_addon_is_read(tmp_path: Path) -> None:
     model = power2_checkpoint(tmp_path / "checkpoint")
     source = AutoModelForCausalLM.from_pretrained(
         tmp_path / "checkpoint", include_sampler=True, tokenizer=None
@@ -104,9 +105,13 @@ def test_the_format_of_an_addon_is_read(tmp_path: Path, run: Any) -> None:
     assert packed is not None
     assert packed["bits"] == [8]
 
-    status, out, _ = run("parameters", tmp_path / "package")
-    assert status == 0
-    assert int(out) == sum(file.stat().st_size for file in (tmp_path / "package").glob("*.data"))
+    # This process may have built its parser before the add-on was installed.
+    search_path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    result = qsample("parameters", tmp_path / "package", PYTHONPATH=search_path)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == sum(
+        file.stat().st_size for file in (tmp_path / "package").glob("*.data")
+    )
 
 
 @pytest.mark.usefixtures("addon")
@@ -167,7 +172,7 @@ def test_a_command_that_cannot_be_imported_is_left_out(
 
 
 def test_every_entry_of_qsample_itself_loads() -> None:
-    pyproject = tomllib.loads((PAGE.parents[1] / "pyproject.toml").read_text("utf-8"))
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     for group, entries in pyproject["project"]["entry-points"].items():
         for name in entries:
             assert load_extension(group, name) is not None

@@ -23,6 +23,7 @@ WORKS = """
 import signal, sys, time
 from pathlib import Path
 from qsample import cli
+from qsample.cli import inspect
 from qsample.package.package import write_package
 def work(package, **_):
     with write_package(Path(package) / "out") as writer:
@@ -33,7 +34,7 @@ def work(package, **_):
         finally:
             if "twice" in sys.argv[-1]:
                 signal.raise_signal(signal.SIGTERM)
-cli.inspect.read_package = work
+inspect.read_package = work
 if "ignored" in sys.argv[-1]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 cli.main()
