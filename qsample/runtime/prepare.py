@@ -91,8 +91,8 @@ def make_sequences(
         )
     masks = _masks(call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS])
     needs = [
-        own.total_length(len(prompt.ids), prompt.padding)
-        for own, prompt in zip(params, prompts, strict=True)
+        prompt_params.total_length(len(prompt.ids), prompt.padding)
+        for prompt_params, prompt in zip(params, prompts, strict=True)
     ]
     slot_capacity = capacity(max(needs))
     fitted = _fit_params(params, interface, tokenizer, adapters)
@@ -146,8 +146,8 @@ def make_sequences(
 
 def _check_draws(params: list[SamplingParams], rows_per_prompt: int) -> None:
     """Raise ValueError if several rows of a prompt would be the same."""
-    for index, own in enumerate(params):
-        if rows_per_prompt > 1 and own.temperature == 0:
+    for index, prompt_params in enumerate(params):
+        if rows_per_prompt > 1 and prompt_params.temperature == 0:
             raise ValueError(
                 f"num_return_sequences is {rows_per_prompt} and prompt {index} is continued greedily, "
                 "which gives a single sequence; give do_sample=True or a temperature, or leave "
@@ -164,10 +164,13 @@ def _fit_params(
     """The parameters of each prompt, as `for_package` and `find_adapter` make them. Raises
     ValueError."""
     # Most prompts share their parameters.
-    distinct = {id(own): own for own in params}
-    fitted = {key: for_package(interface, own, tokenizer) for key, own in distinct.items()}
-    chosen = {key: find_adapter(own.adapter, adapters, interface) for key, own in distinct.items()}
-    return [_FittedParams(fitted[id(own)], chosen[id(own)]) for own in params]
+    distinct = {id(prompt_params): prompt_params for prompt_params in params}
+    fitted = {key: for_package(interface, one, tokenizer) for key, one in distinct.items()}
+    chosen = {key: find_adapter(one.adapter, adapters, interface) for key, one in distinct.items()}
+    return [
+        _FittedParams(fitted[id(prompt_params)], chosen[id(prompt_params)])
+        for prompt_params in params
+    ]
 
 
 def _output_names(outputs: Any, interface: Interface) -> tuple[str, ...]:
@@ -316,8 +319,8 @@ def choose_seeds(
         return _checked_seeds(seed, rows)
     if seed is None and not isinstance(params, SamplingParams):
         seeds: list[int] = []
-        for own in params:
-            first = _fresh_seed() if own.seed is None else own.seed
+        for prompt_params in params:
+            first = _fresh_seed() if prompt_params.seed is None else prompt_params.seed
             seeds += _seeds_from(first, count)
         return seeds
     if seed is None:

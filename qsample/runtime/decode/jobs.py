@@ -42,7 +42,8 @@ class Admission:
 
     Attributes:
         sequence: the sequence.
-        copy: the beginning of its prompt that a slot holds; the source may be its own slot.
+        copy: the beginning of its prompt that a slot holds; the source may be the slot of the
+            sequence itself.
         moved: the tokens that the slot kept so far, if another slot gets them.
         stored: a prefix that has the first `copy.tokens` tokens in place of a slot; None without.
         adapter: the adapter to write to the sequence's place for adapters; None if it is there, or

@@ -246,14 +246,14 @@ class DecodeLoop:
             return
         steps = self._steps_of_unread_outputs()
         self._unread_outputs = []
-        rows = span_of(slot_of(one.sequence) for one in unread)
+        rows = span_of(slot_of(outputs.sequence) for outputs in unread)
         names: set[str] = set()
-        for one in unread:
-            names.update(one.sequence.request.output_names)
+        for outputs in unread:
+            names.update(outputs.sequence.request.output_names)
         values = self._slots.read_outputs(steps, names, rows)
         tokens_per_step = values.pop(NUM_NEW.name, None)
-        for one in unread:
-            self._add_outputs(one, values, tokens_per_step, steps, rows)
+        for outputs in unread:
+            self._add_outputs(outputs, values, tokens_per_step, steps, rows)
 
     def _add_outputs(
         self,
@@ -462,19 +462,20 @@ class DecodeLoop:
         in_slots = [one for one in unread if one.sequence.placement.slot is not None]
         if not in_slots:
             return []
-        longest = max(len(one.steps) for one in in_slots)
-        snapshot = self._slots.read(step, self._max_tokens_per_step * longest)
+        most_steps = max(len(unread_tokens.steps) for unread_tokens in in_slots)
+        snapshot = self._slots.read(step, self._max_tokens_per_step * most_steps)
         results: list[_ReadResult] = []
-        for one in in_slots:
-            sequence = one.sequence
+        for unread_tokens in in_slots:
+            sequence = unread_tokens.sequence
+            steps = unread_tokens.steps
             slot = slot_of(sequence)
             known = len(sequence.request.prompt) + len(sequence.progress.sampled)
             tokens = snapshot.tokens_from(slot, known)
             status = int(snapshot.status[slot])
             drafts = snapshot.drafts[slot] if snapshot.drafts else None
-            results.append(_ReadResult(sequence, len(one.steps), tokens, status, drafts))
+            results.append(_ReadResult(sequence, len(steps), tokens, status, drafts))
             if sequence.request.output_names and tokens:
-                self._unread_outputs.append(_UnreadOutputs(sequence, one.steps, len(tokens)))
+                self._unread_outputs.append(_UnreadOutputs(sequence, steps, len(tokens)))
         if not self._outputs_can_wait(results):
             self.read_outputs()
         return results

@@ -190,7 +190,7 @@ class Scheduler:
     block later sequences.
 
     A prompt is read in pieces, each in a separate call, even if more work waits: kernels round
-    differently for another number of tokens, and nothing but the prompt may decide that. So chunks
+    differently for another number of tokens, and only the prompt may decide that number. So chunks
     are whole pieces, prompts are read together if they have the same length, and a prompt continues
     from the tokens of a slot at the end of a piece.
 
@@ -680,7 +680,7 @@ def joined_slots(
     """The adjacent slots around `slot` whose prompts are read in a single run.
 
     They have the same length, at most a piece, so that each row computes the same numbers as in a
-    run of its own.
+    separate run.
 
     Args:
         lengths: the number of tokens to read for each slot that could be joined.
