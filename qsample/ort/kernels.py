@@ -199,7 +199,7 @@ class _Operand:
     given: bool = False
 
 
-_COMPUTED: Final = _Operand((), "", given=True)
+_COMPUTED_OPERAND: Final = _Operand((), "", given=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class _Graph:
         operands = list[_Operand | None]()
         for part in _parts(message, _NODE_INPUT):
             name = self._text([part])
-            operands.append(self._operands.get(name, _COMPUTED) if name else None)
+            operands.append(self._operands.get(name, _COMPUTED_OPERAND) if name else None)
         attributes = [
             self._data[part.start : part.stop] for part in _parts(message, _NODE_ATTRIBUTE)
         ]

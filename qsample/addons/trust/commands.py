@@ -53,7 +53,8 @@ def sign(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a signature.")] = False,
 ) -> None:
-    """Sign a package with OpenSSF model signing: a key, a certificate, or an account. Writes model.sig into it."""
+    """Sign a package with OpenSSF model signing: a key, a certificate, or an account. Writes
+    model.sig into it."""
     if (private_key is None) != sigstore:
         raise typer.BadParameter("give either --private-key or --sigstore")
     if (certificate is None) != (certificate_chain is None) or (
@@ -81,7 +82,8 @@ def sbom(
         typer.Option("--output", "-o", metavar="FILE", help="A new file. (default: stdout)"),
     ] = None,
 ) -> None:
-    """Describe a package as an ML-BOM, a CycloneDX 1.6 document: files, origin, versions, licence."""
+    """Describe a package as an ML-BOM, a CycloneDX 1.6 document: files, origin, versions,
+    licence."""
     from qsample.addons.trust.sbom import ml_bom
 
     with progress():

@@ -1,7 +1,8 @@
-"""A package as an ML-BOM: a CycloneDX 1.6 document (https://cyclonedx.org/docs/1.6/json/) of files, origin, versions.
+"""Describes a package as an ML-BOM, a CycloneDX 1.6 document
+(https://cyclonedx.org/docs/1.6/json/).
 
-The same package gives the same document: its serial number follows from the content, and it has a time only if
-SOURCE_DATE_EPOCH states one.
+The same package gives the same document: its serial number follows from the content, and it has a
+time only if the environment variable SOURCE_DATE_EPOCH states one.
 """
 
 from __future__ import annotations
@@ -15,38 +16,52 @@ from typing import Any
 
 import qsample
 from qsample.errors import DISTRIBUTION
+from qsample.package.manifest import Manifest, Source
 from qsample.package.package import Package
 
 
 def ml_bom(package: Package) -> dict[str, Any]:
-    """The document, JSON-ready."""
+    """The document about a package: its files, the origin of the model, and versions. It is ready
+    for JSON."""
     manifest = package.manifest
-    source = package.manifest.source
-    compilation = package.manifest.compilation
-    base = source.model_id.partition(" + ")[0]
+    files = _files("package", {name: entry.sha256 for name, entry in manifest.files.items()})
+    tool = {"type": "application", "name": DISTRIBUTION, "version": qsample.__version__}
+    metadata: dict[str, Any] = {"tools": {"components": [tool]}, "component": _model(manifest)}
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
-    stated: dict[str, Any] = (
-        {"licenses": [{"license": {"name": source.license}}]} if source.license else {}
-    )
-    checkpoint = {
-        "type": "machine-learning-model",
-        "bom-ref": "checkpoint",
-        "name": base,
-        **stated,
-        "components": _files("checkpoint", source.files),
+    if epoch.isdecimal():
+        metadata["timestamp"] = datetime.fromtimestamp(int(epoch), UTC).isoformat()
+    needed = [*(file["bom-ref"] for file in files), "onnxruntime"]
+    document = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": metadata,
+        "components": [*files, _runtime(manifest)],
+        "dependencies": [{"ref": "package", "dependsOn": needed}],
     }
-    if source.revision:
-        stated["version"] = checkpoint["version"] = source.revision
-        checkpoint["purl"] = f"pkg:huggingface/{base}@{source.revision}"
-    made = {"version": manifest.versions}
-    figures: dict[str, Any] = dict(manifest.parity or {})
-    if compilation is not None:
-        made |= {"compile:version": compilation.versions, "compile:option": compilation.options}
-        figures |= (compilation.quantization or {}).get("divergence", {})
-    properties = {
-        f"{kind}:{name}": value for kind, values in made.items() for name, value in values.items()
+    serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document, sort_keys=True))
+    return {**document, "serialNumber": f"urn:uuid:{serial}"}
+
+
+def _model(manifest: Manifest) -> dict[str, Any]:
+    """The component of the model in the package."""
+    source = manifest.source
+    checkpoint = _checkpoint(source)
+    inputs = [{"format": "token ids"}]
+    if manifest.images is not None:
+        inputs.append({"format": "images"})
+    metrics = [
+        {"type": name, "value": str(value)} for name, value in sorted(_figures(manifest).items())
+    ]
+    properties = [
+        {"name": f"qsample:{key}", "value": str(value)}
+        for key, value in sorted(_properties(manifest).items())
+    ]
+    stated: dict[str, Any] = {
+        key: checkpoint[key] for key in ("licenses", "version") if key in checkpoint
     }
-    model = {
+    return {
         "type": "machine-learning-model",
         "bom-ref": "package",
         "name": source.model_id,
@@ -58,23 +73,35 @@ def ml_bom(package: Package) -> dict[str, Any]:
                 "task": "text-generation",
                 "architectureFamily": source.model_type,
                 "modelArchitecture": source.architecture,
-                "inputs": [
-                    {"format": "token ids"},
-                    *([{"format": "images"}] if manifest.images is not None else []),
-                ],
+                "inputs": inputs,
                 "outputs": [{"format": "token ids"}],
             },
-            "quantitativeAnalysis": {
-                "performanceMetrics": [
-                    {"type": name, "value": str(value)} for name, value in sorted(figures.items())
-                ]
-            },
+            "quantitativeAnalysis": {"performanceMetrics": metrics},
         },
-        "properties": [
-            {"name": f"qsample:{key}", "value": str(value)}
-            for key, value in sorted(properties.items())
-        ],
+        "properties": properties,
     }
+
+
+def _checkpoint(source: Source) -> dict[str, Any]:
+    """The component of the checkpoint that was exported."""
+    base = source.model_id.partition(" + ")[0]
+    checkpoint: dict[str, Any] = {
+        "type": "machine-learning-model",
+        "bom-ref": "checkpoint",
+        "name": base,
+    }
+    if source.license:
+        checkpoint["licenses"] = [{"license": {"name": source.license}}]
+    checkpoint["components"] = _files("checkpoint", source.files)
+    if source.revision:
+        checkpoint["version"] = source.revision
+        checkpoint["purl"] = f"pkg:huggingface/{base}@{source.revision}"
+    return checkpoint
+
+
+def _runtime(manifest: Manifest) -> dict[str, Any]:
+    """The component of ONNX Runtime, with the version that compiled or made the package."""
+    properties = _properties(manifest)
     version = properties.get("compile:version:onnxruntime") or properties.get(
         "version:onnxruntime", ""
     )
@@ -84,29 +111,34 @@ def ml_bom(package: Package) -> dict[str, Any]:
         "name": "onnxruntime",
         "version": version,
     }
-    files = _files("package", {name: entry.sha256 for name, entry in manifest.files.items()})
-    tool = {"type": "application", "name": DISTRIBUTION, "version": qsample.__version__}
-    document = {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {"tools": {"components": [tool]}, "component": model},
-        "components": [
-            *files,
-            {**runtime, "purl": f"pkg:pypi/onnxruntime@{version}"} if version else runtime,
-        ],
-        "dependencies": [
-            {"ref": "package", "dependsOn": [*(file["bom-ref"] for file in files), "onnxruntime"]}
-        ],
-    }
-    if epoch.isdecimal():
-        document["metadata"]["timestamp"] = datetime.fromtimestamp(int(epoch), UTC).isoformat()  # type: ignore[index]
-    serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document, sort_keys=True))
-    return {**document, "serialNumber": f"urn:uuid:{serial}"}
+    if version:
+        runtime["purl"] = f"pkg:pypi/onnxruntime@{version}"
+    return runtime
+
+
+def _properties(manifest: Manifest) -> dict[str, Any]:
+    """The versions and the options of the export and the compilation."""
+    properties = {f"version:{name}": version for name, version in manifest.versions.items()}
+    compilation = manifest.compilation
+    if compilation is not None:
+        for name, version in compilation.versions.items():
+            properties[f"compile:version:{name}"] = version
+        for name, value in compilation.options.items():
+            properties[f"compile:option:{name}"] = value
+    return properties
+
+
+def _figures(manifest: Manifest) -> dict[str, Any]:
+    """The results of the comparisons with the original model and with the float model."""
+    figures = dict(manifest.parity or {})
+    if manifest.compilation is not None:
+        figures |= (manifest.compilation.quantization or {}).get("divergence", {})
+    return figures
 
 
 def _files(owner: str, hashes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The components of files. owner: The component that they belong to. hashes: Their sha256 by
+    name."""
     return [
         {
             "type": "file",
