@@ -21,7 +21,7 @@ from qsample.contract.interface import ImageShape
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.parity import ImageReference
 from qsample.images.positions import position_offsets
-from qsample.transforms.images import ADDED, AXES, text_model
+from qsample.transforms.images import ADDED_FEATURES, POSITION_AXES, text_model
 
 _SIZES: Final = (
     (64, 48),
@@ -41,7 +41,7 @@ class _Call:
 
     def note(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self.embedded, self.positions = kwargs.get("inputs_embeds"), kwargs.get("position_ids")
-        self.added = list(kwargs.get(ADDED) or ())
+        self.added = list(kwargs.get(ADDED_FEATURES) or ())
 
 
 def image_reference(
@@ -138,9 +138,9 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
 
 def _offsets(positions: Tensor | None, is_image: Array) -> Array:
     """[n + 1, 3] int32: what a host adds to the places of the n tokens and of the token after them."""
-    if positions is None or positions.ndim != 3 or positions.shape[0] < AXES:
+    if positions is None or positions.ndim != 3 or positions.shape[0] < POSITION_AXES:
         raise UnsupportedModelError("the model's decoder is not given positions of three parts")
-    wanted = positions[-AXES:, 0].T.numpy()
+    wanted = positions[-POSITION_AXES:, 0].T.numpy()
     starts = np.flatnonzero(np.diff(is_image, prepend=False) & is_image)
     ends = np.flatnonzero(np.diff(is_image, append=False) & is_image) + 1
     sides = [

@@ -26,7 +26,8 @@ from qsample.errors import UnsupportedModelError
 from qsample.transforms.cache import DecodeContext, read_buffers, write_to_buffers
 
 MaskFunction = Callable[..., Tensor]
-IMPLEMENTATION: Final = "qsample_group_query_attention"  # a name in transformers' interfaces
+# The name of this attention in transformers' interfaces.
+IMPLEMENTATION: Final = "qsample_group_query_attention"
 # An attribute of attention modules: factors on their queries, [B, S].
 QUERY_SCALES: Final = "qsample_query_scales"
 # An attribute of attention modules: the `DecodeContext` of the call that they are part of.

@@ -1,10 +1,13 @@
-"""The retained key-value cache as transformers sees it: buffers of fixed capacity in place of a growing cache.
-Attention writes into them itself (`PassThroughLayer`), or reads what the cache returns (`BufferedLayer`)."""
+"""The retained key-value cache as transformers sees it: buffers of fixed capacity in place of a
+growing cache.
+
+The attention writes into the buffers itself (`PassThroughLayer`), or reads the buffers that the
+cache returns (`BufferedLayer`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,30 +16,38 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from qsample.errors import UnsupportedModelError
 
-StateKey = tuple[int, str, int]  # layer, kind, index
-_STATES = 8  # more than any layer keeps of one kind
+# The layer of a state, its kind, and its index among the layer's states of that kind.
+StateKey = tuple[int, str, int]
+_MAX_STATES_OF_A_KIND: Final = 8
 
 
 @dataclass(slots=True)
 class DecodeContext:
-    """The values that a call of the decoder shares with the modules inside the model, while that call is traced.
+    """The values that a call of the decoder shares with the modules inside the model, while that
+    call is traced.
 
     Attributes:
-        input_lengths: [B] int32, real tokens of each row.
-        positions: [B, S] int64, of the new tokens.
+        input_lengths: [B] int32, the number of real tokens of each row.
+        positions: [B, S] int64, the positions of the new tokens.
         seqlens_k: [B] int32, index of the last key that a row sees, counting its padding.
         total_length: scalar int32, GroupQueryAttention's total_sequence_length.
-        past, present: layer → its retained (key, value) buffers, and their next values.
-        updated: the layer whose keys and values were handed to the cache last, until its attention runs.
-        given: layer → the new keys and values of its attention.
-        buffered: the model's attention runs over buffers; otherwise the attention interface does. Chosen before any
+        past: each layer → its retained key and value buffers.
+        present: each layer → the next values of its buffers.
+        updated: the layer that updated the cache last, until its attention runs.
+        given: each layer → the new keys and values of its attention.
+        buffered: whether the model's own attention runs over the buffers, not transformers'
+            attention interface. This is decided before any call.
+        masked: the layers whose masks GroupQueryAttention cannot express. They are found before any
             call.
-        masked: layers that GroupQueryAttention cannot express. Chosen before any call.
-        states, next_states: (layer, kind, index) → a state of another kind.
-        running: [B] bool, rows that advance.
-        module: id of the recurrent layer that runs; states_of: that id → the states that it keeps.
-        image_rows, image_features, position_offsets: the inputs of these names.
-        added_features: [B, S, hidden] each, what to add after the first layers.
+        states: the states of other kinds.
+        next_states: the next values of these states.
+        running: [B] bool, the rows that have not ended.
+        module: the id of the recurrent layer that runs.
+        states_of: the id of each recurrent layer → the states that it keeps.
+        image_rows: the input of that name.
+        image_features: the input of that name.
+        position_offsets: the input of that name.
+        added_features: [B, S, hidden] each, the features to add after the first layers.
     """
 
     input_lengths: Tensor | None = None
@@ -63,7 +74,8 @@ class DecodeContext:
 
     @property
     def active(self) -> bool:
-        """True inside a decoder call; outside, the transformed modules behave as they did before."""
+        """True inside a decoder call; outside, the transformed modules behave as they did
+        before."""
         return self.input_lengths is not None
 
     @property
@@ -72,11 +84,21 @@ class DecodeContext:
         return next(iter(self.past.values()))[0].shape[2]
 
     def clear(self) -> None:
-        """Forget the call; the choices stay."""
-        self.input_lengths = self.positions = self.seqlens_k = self.total_length = None
-        self.past, self.present, self.given, self.updated = {}, {}, {}, None
-        self.states, self.next_states, self.running = {}, {}, None
-        self.image_rows = self.image_features = self.position_offsets = None
+        """Forget the call; `buffered`, `masked` and `states_of` stay."""
+        self.input_lengths = None
+        self.positions = None
+        self.seqlens_k = None
+        self.total_length = None
+        self.past = {}
+        self.present = {}
+        self.given = {}
+        self.updated = None
+        self.states = {}
+        self.next_states = {}
+        self.running = None
+        self.image_rows = None
+        self.image_features = None
+        self.position_offsets = None
         self.added_features = []
 
     def note_state(self, layer: int, kind: str, index: int) -> None:
@@ -91,17 +113,20 @@ class DecodeContext:
 
 
 class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
-    """One layer of the cache; `update` returns the new keys and values unchanged. Convolutional and recurrent states
-    are kept as transformers keeps them, and noted when a layer makes them. Only the shape probe does so: in a decoder
-    call such layers have a separate cache, `recurrent.StepCache`."""
+    """One layer of the cache; `update` returns the new keys and values unchanged.
+
+    Convolutional and recurrent states are kept as transformers keeps them, and noted when a layer
+    makes them. Only the shape probe does so: in a decoder call, recurrent layers have a separate
+    cache (`recurrent.LayerCache`)."""
 
     is_sliding = False
 
     def __init__(self, context: DecodeContext, index: int) -> None:
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
-        LinearAttentionLayer.__init__(self, number_of_states=_STATES)
-        self._context, self._index = context, index
-        self.keys = self.values = torch.empty(0)  # nothing that a layer could take for a state
+        LinearAttentionLayer.__init__(self, number_of_states=_MAX_STATES_OF_A_KIND)
+        self._context = context
+        self._index = index
+        self.keys = self.values = torch.empty(0)  # no layer mistakes it for a state
         self.is_initialized = True
 
     def update(
@@ -114,7 +139,8 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        # Rows differ in length. Positions are always given; the parity gate catches a model that uses this instead.
+        # Rows differ in length, so positions are always given. The parity gate refuses a model that
+        # counts on this.
         return 0
 
     def get_max_length(self) -> int:
@@ -142,7 +168,8 @@ class PassThroughLayer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[n
 
 
 class BufferedLayer(PassThroughLayer):  # type: ignore[no-untyped-call]
-    """`update` writes the new keys and values into the layer's buffers and returns all of them, [B, H, T, D]."""
+    """`update` writes the new keys and values into the layer's buffers and returns all of them, [B,
+    H, T, D]."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -159,7 +186,8 @@ class BufferedLayer(PassThroughLayer):  # type: ignore[no-untyped-call]
 
 
 class RetainedCache(Cache):
-    """A `transformers` cache of `layers` layers over the buffers of `context`; it grows when another layer is used."""
+    """A `transformers` cache over the buffers of `context`, with `layers` layers at first; a
+    further layer is added when it is used."""
 
     def __init__(self, context: DecodeContext, layers: int) -> None:
         kind = BufferedLayer if context.buffered else PassThroughLayer
@@ -170,8 +198,11 @@ class RetainedCache(Cache):
 def write_to_buffers(
     context: DecodeContext, layer: int, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Put new keys and values, [B, H, S, D or fewer], at their rows' positions in the buffers of `layer`, and return
-    `read_buffers`. Padding writes nothing: it repeats the first new token."""
+    """Write new keys and values, [B, H, S, D or fewer], into the buffers of `layer`, and return
+    `read_buffers`.
+
+    Padding has no effect: it writes the first new token once more.
+    """
     assert context.positions is not None
     assert context.input_lengths is not None
     columns = torch.arange(key.shape[2], dtype=torch.int32)[None]
@@ -187,8 +218,10 @@ def write_to_buffers(
 
 
 def read_buffers(context: DecodeContext, layer: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of `layer`, [B, H, T, D], 0 at positions without a token: memory beyond a row's tokens may
-    hold anything, and a NaN would get through a mask."""
+    """The keys and values of `layer`, [B, H, T, D], with 0 at positions without a token.
+
+    Memory beyond a row's tokens may hold any numbers, and a NaN would get through a mask.
+    """
     assert context.positions is not None
     assert context.input_lengths is not None
     total = context.positions[:, 0] + context.input_lengths

@@ -1,5 +1,7 @@
-"""The module that the model's part of the decode graph is traced from: token ids in, logits out. `apply_transforms`
-prepares a Hugging Face causal LM, and `state_shapes` reads its states off a run of two tokens."""
+"""The module from which the model's part of the decode graph is traced: token ids in, logits out.
+
+`apply_transforms` prepares a Hugging Face causal LM, and `state_shapes` finds its states in a run
+of two tokens."""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ from qsample.transforms.repeated_layers import DecoderLayers
 def apply_transforms(
     model: PreTrainedModel, context: DecodeContext, *, images: bool = False
 ) -> None:
-    """Change `model` in place for decoder calls of `context`, with or without images. Outside of these, it computes as
-    before."""
+    """Change `model` in place for decoder calls of `context`, with or without images.
+
+    Outside of these calls, it computes the same as before.
+    """
     route_experts(model)
     replace_own_experts(model)
     use_row_positions(model, context)
@@ -64,8 +68,11 @@ def apply_transforms(
 
 
 class LastTokenHead(nn.Module):
-    """`head` applied to the hidden state of each row's last real token; outside a decoder call, `head` itself. It is
-    the largest MatMul of a prefill, and all but one of a row's results would be thrown away."""
+    """The head, applied to the hidden state of each row's last real token; outside a decoder call,
+    the head itself.
+
+    The head is the largest MatMul of a prefill, and only one result of a row is used.
+    """
 
     def __init__(self, head: nn.Module, context: DecodeContext) -> None:
         super().__init__()
@@ -91,7 +98,8 @@ class LastTokenHead(nn.Module):
         lengths = self.context.input_lengths
         if lengths is not None:
             last = (lengths.to(torch.int64) - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-            # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, and weight quantizers skip Gemm.
+            # [B, 1, hidden] and not [B, hidden]: a 2-D product becomes Gemm, and weight quantizers
+            # skip Gemm.
             hidden = torch.gather(hidden, 1, last)
         logits: Tensor = self.head(hidden)
         return logits
@@ -112,8 +120,8 @@ def use_last_token_head(model: PreTrainedModel, context: DecodeContext) -> None:
 
 @contextmanager
 def linear_layers_marked(root: nn.Module) -> Iterator[None]:
-    """While open, the trace of `root` has a marker after each call of a linear layer, but for the model's head; its
-    metadata has the layer's name in `root`."""
+    """While open, the trace of `root` has a marker after each call of a linear layer, but for the
+    model's head; its metadata has the layer's name in `root`."""
     heads = {module.head for module in root.modules() if isinstance(module, LastTokenHead)}
     paths: dict[nn.Module, str] = {
         module: path
@@ -130,7 +138,10 @@ def linear_layers_marked(root: nn.Module) -> Iterator[None]:
 
 
 class _Mark:
-    """Puts the markers into a trace. paths: the name of each layer."""
+    """Puts the markers into a trace.
+
+    paths: the name of each layer.
+    """
 
     def __init__(self, paths: dict[nn.Module, str]) -> None:
         self._paths = paths
@@ -150,17 +161,24 @@ class _Mark:
         return marked
 
 
-# transformers 5.24 calls the cache of every model `cache`; before, Mamba and its like had another name for it.
+# transformers 5.24 calls the cache of every model `cache`; older versions had another name in
+# Mamba-like models.
 _CACHE_NAMES: Final = ("cache", "cache_params")
-_ELSE: Final = "choose a model of a type that docs/architectures.md lists as passed"
+_ADVICE: Final = "choose a model of a type that docs/architectures.md lists as passed"
 
 
 def state_shapes(
     model: PreTrainedModel, context: DecodeContext
 ) -> tuple[tuple[KeyValueShape, ...], tuple[RecurrentShape, ...]]:
-    """The cache shape of every attention layer and every other state, in layer order; makes `context`'s choices. A
-    model whose attention does not come by transformers' attention interface gets its attention back. Raises
-    UnsupportedModelError if a layer attends to later tokens, or keeps a state of another kind."""
+    """Find the cache shape of every attention layer and of every other state, in the order of the
+    layers.
+
+    `context.buffered` and `context.masked` are decided here. A model whose attention does not go
+    through transformers' attention interface gets its own attention back.
+
+    Raises:
+        UnsupportedModelError: a layer attends to later tokens, or keeps a state of another kind.
+    """
     try:
         return _probe(model, context)
     except UnsupportedModelError:
@@ -187,18 +205,17 @@ def _probe(
         recurrent = _recurrent_shapes(context, cache)
     except UnsupportedModelError:
         raise
-    except (
-        Exception
-    ) as error:  # a layer that meets a cache of an unexpected kind may raise anything
+    except Exception as error:
+        # A layer that meets a cache of an unexpected kind may raise any exception.
         raise UnsupportedModelError(
             f"{name} keeps its state in a way that retained buffers cannot serve ({type(error).__name__}: {error}); "
-            f"{_ELSE}"
+            f"{_ADVICE}"
         ) from error
     finally:
         context.clear()
     if not present and not recurrent:
         raise UnsupportedModelError(
-            f"{name} puts nothing into the cache, so it has no state to retain; {_ELSE}"
+            f"{name} puts nothing into the cache, so it has no state to retain; {_ADVICE}"
         )
     numbered = list(present) == list(range(len(present)))
     key_values = tuple(
@@ -228,7 +245,8 @@ def run_model(
     positions: torch.Tensor,
     cache: RetainedCache | None = None,
 ) -> Any:
-    """The output of `model` over `cache`, by default a new cache of `context`. ids, positions: [B, S] int64."""
+    """The output of `model` over `cache`, by default a new cache of `context`. ids, positions: [B,
+    S] int64."""
     parameters = inspect.signature(model.forward).parameters
     name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
     inputs: dict[str, Any] = {
@@ -255,7 +273,8 @@ def _count_layers(model: PreTrainedModel) -> int:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether `forward` takes `position_ids`, or hands unknown arguments on to a text model that does."""
+    """Whether `forward` takes `position_ids`, or hands unknown arguments on to a text model that
+    does."""
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters:
         return True
@@ -296,9 +315,10 @@ class Decoder(nn.Module):
         self.layers = DecoderLayers(_count_layers(model), states, context, inside=text_model(model))
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One call: gives `logits` [B, V] float32 and the next value of each cache state. `inputs` are `input_ids` [B,
-        S] int64, `input_lengths` [B] int32, `lengths` [B] int32, `Interface.image_inputs` and the cache states; with
-        recurrent states, `status` [B] int32 as well."""
+        """One call: gives `logits` [B, V] float32 and the next value of each cache state. `inputs`
+        are `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32,
+        `Interface.image_inputs` and the cache states; with recurrent states, `status` [B] int32 as
+        well."""
         ids, lengths = inputs["input_ids"], inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]
@@ -307,11 +327,10 @@ class Decoder(nn.Module):
         )
 
         context = self._context
-        context.input_lengths, context.positions = inputs["input_lengths"], positions
-        context.image_rows, context.image_features = (
-            inputs.get(IMAGE_ROWS.name),
-            inputs.get(IMAGE_FEATURES),
-        )
+        context.input_lengths = inputs["input_lengths"]
+        context.positions = positions
+        context.image_rows = inputs.get(IMAGE_ROWS.name)
+        context.image_features = inputs.get(IMAGE_FEATURES)
         context.position_offsets = inputs.get(POSITION_OFFSETS.name)
         if past:
             capacity = past[0].shape[2]
@@ -339,20 +358,17 @@ class Decoder(nn.Module):
             }
         finally:
             context.clear()
-        logits = output.logits.squeeze(1).to(
-            torch.float32
-        )  # a view: indexing would copy all of them
-        return (
-            {"logits": logits}
-            | dict(zip(map(retained_name, self._cache_names), present, strict=True))
-            | states
-        )
+        # squeeze is a view; indexing would copy the logits.
+        logits = output.logits.squeeze(1).to(torch.float32)
+        caches = dict(zip(map(retained_name, self._cache_names), present, strict=True))
+        return {"logits": logits, **caches, **states}
 
 
 def _total_length(batch: int, length: int, capacity: int, lengths: Tensor) -> Tensor:
-    """GroupQueryAttention's total_sequence_length, scalar int32. The operator accepts a batch of prompts only as a
-    first prefill, total == S; a single row, or a token a row, if it is the capacity. For later pieces of several rows
-    it is more than S, and the operator refuses them: it would read them as first pieces, over the rows' beginnings."""
+    """GroupQueryAttention's total_sequence_length, scalar int32. The operator accepts a batch of
+    prompts only as a first prefill, total == S; a single row, or a token a row, if it is the
+    capacity. For later pieces of several rows it is more than S, and the operator refuses them: it
+    would read them as first pieces, over the rows' beginnings."""
     any_position = torch.logical_or(
         torch.scalar_tensor(batch) == 1, torch.scalar_tensor(length) == 1
     )

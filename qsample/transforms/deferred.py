@@ -43,7 +43,8 @@ _DTYPE_PRESERVING_OPERATIONS: Final = (
 # Computed tensors stay in memory for the next operation: the two matrices of a layer's experts are
 # read in turn.
 _MAX_COMPUTED_TENSORS: Final = 2
-_MEANING: Final = "qsample_deferred"  # the attribute of a placeholder's storage
+# The name of an attribute of a placeholder's storage.
+_MEANING: Final = "qsample_deferred"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +90,9 @@ def defer(
     Args:
         shape: the shape of the placeholder.
         dtype: the dtype of the placeholder.
-        stored: as in `Deferred`.
+        stored: see `Deferred`.
         stored_dtype: the dtype of the tensor that `stored` returns.
-        place: as in `Deferred`.
+        place: see `Deferred`.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = sparse_zeros((size,), "uint8")  # NumPy does not know every dtype

@@ -1,12 +1,14 @@
-"""Mixtures of experts, whose loops a static graph cannot express, as one operator: each row through its chosen expert.
+"""Mixtures of experts, whose loops a static graph cannot express, as one operator: each row through
+its chosen expert.
 
-Each choice of a token is a separate row; the router's weights are applied after the operator. So it does not matter how
-a family routes (softmax or sigmoid, before or after the choice, normalised or scaled), a weight may be any number, and
-the sum over a token's experts has one order in any batch. In a trace the operator is a marker that `exporters.lowering`
-turns into ONNX Runtime's MoE. Run eagerly, the experts compute as before.
+Each choice of a token is a separate row; the router's weights are applied after the operator. So it
+does not matter how a family routes (softmax or sigmoid, before or after the choice, normalised or
+scaled), a weight may be any number, and the sum over a token's experts has one order in any batch.
+In a trace the operator is a marker that `exporters.lowering` turns into ONNX Runtime's MoE. Run
+eagerly, the experts compute as before.
 
-`route_experts` serves the classes that transformers' experts implementations reach, `replace_own_experts` the rest.
-"""
+`route_experts` serves the classes that transformers' experts implementations reach,
+`replace_own_experts` all others."""
 
 from __future__ import annotations
 
@@ -28,20 +30,30 @@ Gate = Callable[[Tensor], Tensor]
 """[N, 2 * size] → [N, size]."""
 
 IMPLEMENTATION: Final = "qsample_experts"
-ACTIVATION: Final = (
-    "qsample_activation"  # the attribute of a module of experts for the result of `find_swiglu`
-)
-_DIGITS: Final = 5  # of the numbers that configurations state: 1.702, 7.0
-_FAR: Final = 1e4  # beyond any limit
+# The name of an attribute of a module of experts: the result of `find_swiglu`.
+ACTIVATION: Final = "qsample_activation"
+# Configurations state numbers such as 1.702 and 7.0.
+_DECIMALS: Final = 5
+# A number beyond any limit of an activation.
+_UP_BEYOND_LIMITS: Final = 1e4
 _PROBES: Final = (-30.0, -9.0, -3.0, -1.3, -0.7, -0.1, 0.0, 0.1, 0.7, 1.3, 3.0, 6.9, 9.0, 30.0)
-_TOLERANCE: Final = 1e-5  # some gates compute in float32
+# Some gates compute in float32.
+_TOLERANCE: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + beta), with gate at most `limit` and up within ± `limit`. SiLU(gate) * up
-    (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit (infinity). interleaved: gate and up take turns
-    along the last axis; otherwise the first half is the gate."""
+    """gate * sigmoid(alpha * gate) * (up + beta).
+
+    SiLU(gate) * up (https://arxiv.org/abs/2002.05202) has alpha 1, beta 0 and no limit.
+
+    Attributes:
+        alpha: the factor of the gate inside the sigmoid.
+        beta: the number that is added to up.
+        limit: the largest gate, and the largest absolute value of up; infinity for no limit.
+        interleaved: whether gate and up alternate along the last axis; otherwise the first half is
+            the gate.
+    """
 
     alpha: float = 1.0
     beta: float = 0.0
@@ -56,8 +68,15 @@ class SwiGLU:
 
 
 def find_swiglu(gate: Gate, size: int) -> SwiGLU | None:
-    """The SwiGLU that `gate`, the function between the two products of an expert, computes, recognised by its results;
-    None: something else. size: outputs of `gate`; it may treat each differently."""
+    """Recognise the SwiGLU that an expert computes between its two products, by its results.
+
+    Args:
+        gate: the function between the products.
+        size: the number of outputs of `gate`, which may treat each output differently.
+
+    Returns:
+        The SwiGLU, or None if `gate` computes anything else.
+    """
     return _fitted(gate, size, interleaved=False) or _fitted(gate, size, interleaved=True)
 
 
@@ -65,28 +84,25 @@ def _fitted(gate: Gate, size: int, interleaved: bool) -> SwiGLU | None:
     def at(gate_value: float, up_value: float) -> float:
         return float(gate(_joint([(gate_value, up_value)], size, interleaved))[0, 0])
 
-    slope = at(1.0, 1.0) - at(
-        1.0, 0.0
-    )  # sigmoid(alpha): the function is linear in up, within the limit
+    # Within the limit, the function is linear in up, and its slope is sigmoid(alpha).
+    slope = at(1.0, 1.0) - at(1.0, 0.0)
     if not 0 < slope < 1:
         return None
     beta = at(1.0, 0.0) / slope
-    limit = at(1.0, _FAR) / slope - beta
-    found = SwiGLU(
-        round(math.log(slope / (1 - slope)), _DIGITS),
-        round(beta, _DIGITS),
-        round(limit, _DIGITS) if limit < 0.9 * _FAR else math.inf,
-        interleaved,
-    )
+    alpha = math.log(slope / (1 - slope))
+    limit = at(1.0, _UP_BEYOND_LIMITS) / slope - beta
+    if limit < 0.9 * _UP_BEYOND_LIMITS:
+        limit = round(limit, _DECIMALS)
+    else:
+        limit = math.inf
+    found = SwiGLU(round(alpha, _DECIMALS), round(beta, _DECIMALS), limit, interleaved)
     probes = _joint(list(itertools.product(_PROBES, _PROBES)), size, interleaved)
-    probes = probes + torch.arange(size, dtype=probes.dtype).repeat_interleave(2) / (
-        10 * size
-    )  # no two outputs alike
-    return (
-        found
-        if torch.allclose(gate(probes).double(), found(probes), _TOLERANCE, _TOLERANCE)
-        else None
-    )
+    # The offsets make the outputs of a row differ.
+    offsets = torch.arange(size, dtype=probes.dtype).repeat_interleave(2) / (10 * size)
+    probes = probes + offsets
+    if torch.allclose(gate(probes).double(), found(probes), _TOLERANCE, _TOLERANCE):
+        return found
+    return None
 
 
 def _joint(pairs: list[tuple[float, float]], size: int, interleaved: bool) -> Tensor:
@@ -109,15 +125,21 @@ def _parts(joint: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Parameters of `count` experts with I hidden units each, for inputs and outputs of H.
+    """The parameters of experts with I hidden units each, for inputs and outputs of size H.
 
-    The first axis may be merged with the second, and may have more experts that are never chosen.
+    The first axis may be merged with the second, and may have further experts that are never
+    chosen.
 
     Attributes:
-        gate, up: [count, I, H] each; or gate is [count, 2 * I, H] with up in it, as `activation` says.
+        activation: the function between the two products.
+        count: the number of experts.
+        gate: [count, I, H]; or [count, 2 * I, H] with up in it, in the order of `activation`.
         down: [count, H, I].
-        gate_bias, down_bias: [count, 2 * I] and [count, H].
-        gate_transposed, down_transposed: the last two axes of gate and up, or of down, are swapped.
+        gate_bias: [count, 2 * I].
+        down_bias: [count, H].
+        up: [count, I, H]; None if it is in `gate`.
+        gate_transposed: whether the last two axes of gate and up are swapped.
+        down_transposed: whether the last two axes of down are swapped.
     """
 
     activation: SwiGLU
@@ -132,14 +154,16 @@ class ExpertWeights:
 
 
 def run_experts(hidden_states: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
-    """Each token through its experts, in a trace: [T, k, H]. hidden_states: [T, H]. chosen: [T, k] experts."""
+    """Each token through its experts, in a trace: [T, k, H]. hidden_states: [T, H]. chosen: [T, k]
+    experts."""
     k, size = chosen.shape[-1], hidden_states.shape[-1]
     rows = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(-1, size)
     return run_rows(rows, chosen, experts).reshape(-1, k, size)
 
 
 def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
-    """Each row through its expert, in a trace: [S, H]. rows: [S, H]. chosen: S experts, in any shape."""
+    """Each row through its expert, in a trace: [S, H]. rows: [S, H]. chosen: S experts, in any
+    shape."""
     activation = experts.activation
     choice = chosen.reshape(-1, 1) == torch.arange(experts.count, dtype=chosen.dtype)
     attributes: dict[str, Any] = {
@@ -171,15 +195,16 @@ def run_rows(rows: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """The sum [T, H] of each token's experts, `outputs` [T, k, H] by `weights` [T, k]: a product for each token,
-    because the order of ONNX Runtime's sum over k is another for a single token."""
+    """The sum [T, H] of each token's experts, `outputs` [T, k, H] by `weights` [T, k]: a product
+    for each token, because the order of ONNX Runtime's sum over k is another for a single token."""
     dtype = torch.result_type(outputs, weights)
     return torch.matmul(weights.unsqueeze(1).to(dtype), outputs.to(dtype)).squeeze(1)
 
 
 def route_experts(model: PreTrainedModel) -> None:
-    """Select the operator for all experts that transformers' experts implementations reach. Experts with another
-    activation run as transformers' `batched_mm`: it gathers the weights of each row's expert."""
+    """Select the operator for all experts that transformers' experts implementations reach. Experts
+    with another activation run as transformers' `batched_mm`: it gathers the weights of each row's
+    expert."""
     if (
         not model._can_set_experts_implementation()
         or model.config._experts_implementation == IMPLEMENTATION
@@ -205,8 +230,8 @@ def _activation(module: Any) -> SwiGLU | None:
 def _experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The function that transformers calls in every layer. hidden_states: [T, H]. top_k_index, top_k_weights: [T, k].
-    Returns [T, H]."""
+    """The function that transformers calls in every layer. hidden_states: [T, H]. top_k_index,
+    top_k_weights: [T, k]. Returns [T, H]."""
     activation: SwiGLU | None = getattr(module, ACTIVATION, None)
     if activation is None or not torch.onnx.is_in_onnx_export():
         eager: Tensor = batched_mm_experts_forward(
@@ -230,7 +255,8 @@ def _experts(
 
 
 def replace_own_experts(model: PreTrainedModel) -> None:
-    """Let the operator run, in a trace, experts that transformers' experts implementations do not reach."""
+    """Let the operator run, in a trace, experts that transformers' experts implementations do not
+    reach."""
     for module in model.modules():
         kind = _KINDS.get(type(module).__name__)
         if kind is not None and "forward" not in module.__dict__:
@@ -261,8 +287,9 @@ def _weighted_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """DBRX and LongCat. hidden_states: [.., H]. top_k_index, top_k_weights: [tokens, k], in the order of the flattened
-    tokens. An index beyond the experts stands for an expert that returns its input."""
+    """DBRX and LongCat. hidden_states: [.., H]. top_k_index, top_k_weights: [tokens, k], in the
+    order of the flattened tokens. An index beyond the experts stands for an expert that returns its
+    input."""
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     is_expert = top_k_index < experts.count
     result = states * torch.where(is_expert, 0.0, top_k_weights).sum(-1, keepdim=True).to(
@@ -274,7 +301,8 @@ def _weighted_experts(
 
 
 def _llama4(module: Any, experts: ExpertWeights, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4's class runs every expert on every token, and applies the router's scores to the experts' inputs."""
+    """Llama 4's class runs every expert on every token, and applies the router's scores to the
+    experts' inputs."""
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = module.router(states)  # [tokens, experts]; 0: not chosen
     weights, chosen = torch.topk(logits, module.top_k, dim=-1)
@@ -285,7 +313,8 @@ def _llama4(module: Any, experts: ExpertWeights, hidden_states: Tensor) -> tuple
 
 
 def _jetmoe(module: Any, experts: ExpertWeights, layer_input: Tensor) -> Tensor:
-    """JetMoE's class sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S, H]."""
+    """JetMoE's class sorts the tokens by their experts. layer_input: [B, S, H]. Returns [B, S,
+    H]."""
     states = layer_input.reshape(-1, layer_input.shape[-1])
     scores, chosen = torch.topk(module.router.layer(states).float(), module.router.top_k, dim=-1)
     outputs = run_experts(states, chosen, experts)
@@ -319,9 +348,14 @@ def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
 
 
 class _Kind(NamedTuple):
-    """A class of experts, by functions of its modules. forward: in a trace; its first arguments are the module and its
-    weights. weights: the parameters, with their activation. gate: the function that is applied to the gate. size: the
-    number of hidden units of an expert."""
+    """A class of experts, described by functions of its modules.
+
+    Attributes:
+        forward: the forward in a trace; its first arguments are the module and its weights.
+        weights: the parameters, given the activation.
+        gate: the function that is applied to the gate.
+        size: the number of hidden units of an expert.
+    """
 
     forward: Callable[..., Any]
     weights: Callable[[Any, SwiGLU], ExpertWeights]

@@ -1,5 +1,5 @@
-"""Images in a decoder call: features in place of embeddings, further features after the first layers, and positions of
-three parts. `image_shape` reads off a model which of these it has."""
+"""Images in a decoder call: features in place of embeddings, further features after the first
+layers, and positions of three parts. `image_shape` finds out which of these a model has."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from qsample.contract.interface import ImageShape
 from qsample.errors import UnsupportedModelError
 from qsample.transforms.cache import DecodeContext
 
-AXES: Final = 3  # of positions with image tokens: time, height, width
-ADDED: Final = "deepstack_visual_embeds"  # the argument of text models that add features after their first layers
+# A position of an image's token has a time, a height and a width.
+POSITION_AXES: Final = 3
+# The argument of text models that add features after their first layers.
+ADDED_FEATURES: Final = "deepstack_visual_embeds"
 
 
 class ImageEmbedding(nn.Module):
-    """`embedding`, the table of the token ids; in a decoder call with images, a token of an image gets its row of
-    `context.image_features` instead. Its id may lie outside of the table."""
+    """The table of the token ids, except that a token of an image gets its row of
+    `context.image_features`.
+
+    The features are read in decoder calls with images only. The id of an image's token may lie
+    outside of the table."""
 
     def __init__(self, embedding: nn.Module, context: DecodeContext, *, ids_beyond: bool) -> None:
         super().__init__()
@@ -73,7 +78,7 @@ def use_images(model: PreTrainedModel, context: DecodeContext) -> None:
         module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if context.added_features:
-            kwargs = kwargs | {ADDED: context.added_features, "visual_pos_masks": None}
+            kwargs = kwargs | {ADDED_FEATURES: context.added_features, "visual_pos_masks": None}
         return args, kwargs
 
     text._deepstack_process = add
@@ -81,12 +86,15 @@ def use_images(model: PreTrainedModel, context: DecodeContext) -> None:
 
 
 def choose_angles(text: nn.Module) -> None:
-    """Let the rotary embeddings of `text` take a token's angles from those of three positions, [3, B, S, n], by index:
-    assignments to slices, or parts side by side, are as many as 20 operators a step."""
+    """Let the rotary embeddings of `text` take a token's angles from those of three positions, [3,
+    B, S, n], by index: assignments to slices, or parts side by side, are as many as 20 operators a
+    step."""
     module: Any
     for module in text.modules():
         if hasattr(module, "mrope_section") and hasattr(module, "recomposition_frequencies"):
-            numbers = torch.arange(AXES * len(module.inv_freq)).reshape(AXES, 1, 1, -1)
+            numbers = torch.arange(POSITION_AXES * len(module.inv_freq)).reshape(
+                POSITION_AXES, 1, 1, -1
+            )
             index = type(module).recomposition_frequencies(module, numbers).flatten()
 
             def choose(angles: Tensor, index: Tensor = index) -> Tensor:
@@ -96,8 +104,8 @@ def choose_angles(text: nn.Module) -> None:
 
 
 def with_offsets(positions: Tensor, offsets: Tensor) -> Tensor:
-    """[4, B, S]: the tokens' places for masks, then their positions in time, height and width. positions: [B, S].
-    offsets: [B, S, 3]."""
+    """[4, B, S]: the tokens' places for masks, then their positions in time, height and width.
+    positions: [B, S]. offsets: [B, S, 3]."""
     axes = positions[None] + offsets.to(torch.int64).permute(2, 0, 1)
     return torch.cat([positions[None], axes])
 
@@ -111,8 +119,8 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def image_shape(model: PreTrainedModel) -> ImageShape | None:
-    """How images enter `model`; None if it takes none. `blockwise` is left False. Raises UnsupportedModelError for
-    positions of another number of parts than three."""
+    """How images enter `model`; None if it takes none. `blockwise` is left False. Raises
+    UnsupportedModelError for positions of another number of parts than three."""
     vision = getattr(model.config, "vision_config", None)
     if vision is None or not hasattr(model, "get_image_features"):
         return None
@@ -133,7 +141,7 @@ def _is_axial(text: PreTrainedModel) -> bool:
     for module in text.modules():
         sections = getattr(module, "mrope_section", None)
         for section in sections.values() if isinstance(sections, dict) else [sections]:
-            if section and len(section) != AXES:
+            if section and len(section) != POSITION_AXES:
                 raise UnsupportedModelError(
                     f"{type(module).__name__} has positions of {len(section)} parts; only those of time, height and "
                     "width are supported"

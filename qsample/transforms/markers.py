@@ -1,4 +1,5 @@
-"""Names of the nodes that modules leave in a trace for `exporters` to replace. Without torch: its readers have none."""
+"""Names of the nodes that modules leave in a trace for `exporters` to replace. Without torch: its
+readers have none."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ SCAN_BEGIN: Final = "ScanBegin"
 SCAN_END: Final = "ScanEnd"
 NUM_STATES: Final = "num_states"
 
-# `transforms.experts`; inputs: rows [S, H], choice [S, E] (1 for a row's expert, else 0), then the weights as
-# `ExpertWeights` has them; output: [S, H]; attributes: what `SwiGLU` and `ExpertWeights` say.
+# `transforms.experts`; inputs: rows [S, H], choice [S, E] (1 for a row's expert, else 0), then the
+# weights as `ExpertWeights` has them; output: [S, H]; attributes: what `SwiGLU` and `ExpertWeights`
+# say.
 EXPERTS: Final = "Experts"
 ALPHA: Final = "alpha"
 BETA: Final = "beta"
@@ -23,7 +25,8 @@ INTERLEAVED: Final = "interleaved"
 GATE_TRANSPOSED: Final = "gate_transposed"
 DOWN_TRANSPOSED: Final = "down_transposed"
 
-# `transforms.repeated_layers`; inputs and outputs: a layer's hidden states, then its retained states.
+# `transforms.repeated_layers`; inputs and outputs: a layer's hidden states, then its retained
+# states.
 LAYER_BEGIN: Final = "LayerBegin"
 LAYER_END: Final = "LayerEnd"
 REPEATED_LAYER: Final = "RepeatedLayer"

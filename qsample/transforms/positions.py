@@ -1,9 +1,9 @@
 """Positions of each row, for models that count them from the cache or from the longest row.
 
-The rows of a batch differ in length, so a single cache length does not give their positions. In a decoder call,
-position tables, GPT-Neo's windows, rotary embeddings and Llama 4's query scales read `context.positions`; outside, a
-model computes as before. `real_rotary_embeddings` rotates without complex numbers: ONNX lacks them.
-"""
+The rows of a batch differ in length, so a single cache length does not give their positions. In a
+decoder call, position tables, GPT-Neo's windows, rotary embeddings and Llama 4's query scales read
+`context.positions`; outside, a model computes as before. `real_rotary_embeddings` rotates without
+complex numbers: ONNX lacks them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ from qsample.transforms.attention import (
 )
 from qsample.transforms.cache import DecodeContext
 
-_LONGROPE, _DYNAMIC = "longrope", "dynamic"
-_LLAMA_4 = "Llama4TextAttention"
-_PARAMETERS = {"past_key_values_length", "position_ids"}
+_LONGROPE: Final = "longrope"
+_DYNAMIC: Final = "dynamic"
+_LLAMA_4_ATTENTION: Final = "Llama4TextAttention"
+_POSITION_PARAMETERS: Final = {"past_key_values_length", "position_ids"}
 
 
 class RowPositions(nn.Module):
-    """`embedding`, a table of positions, looked up at `context.positions` [B, S] in a decoder call."""
+    """`embedding`, a table of positions, looked up at `context.positions` [B, S] in a decoder
+    call."""
 
     def __init__(self, embedding: nn.Module, context: DecodeContext) -> None:
         super().__init__()
@@ -57,7 +59,8 @@ class RowPositions(nn.Module):
             return result
         names = inspect.signature(self.embedding.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-        # Most tables expect a single row of positions, common to all rows; some expect a row for each.
+        # Most tables expect a single row of positions, common to all rows; some expect a row for
+        # each.
         own = given.get("position_ids")
         flat = own is None or own.ndim < positions.ndim
         given |= {
@@ -69,7 +72,8 @@ class RowPositions(nn.Module):
 
 
 def use_row_positions(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Wrap every position embedding whose `forward` knows both `position_ids` and `past_key_values_length`."""
+    """Wrap every position embedding whose `forward` takes both `position_ids` and
+    `past_key_values_length`."""
     for parent in list(model.modules()):
         if isinstance(parent, RowPositions):
             parent.context = context  # an earlier export had another
@@ -82,25 +86,27 @@ def use_row_positions(model: PreTrainedModel, context: DecodeContext) -> None:
 def _is_position_table(module: nn.Module) -> bool:
     if "Position" not in type(module).__name__:
         return False
-    return set(inspect.signature(module.forward).parameters) >= _PARAMETERS
+    return set(inspect.signature(module.forward).parameters) >= _POSITION_PARAMETERS
 
 
 def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Replace the step from queries, keys and values to their product in every attention layer of a GPT-Neo: it cuts
-    its causal and local pattern out of a table by the number of keys: here the capacity."""
+    """Replace the step from queries, keys and values to their product in every attention layer of a
+    GPT-Neo: it cuts its causal and local pattern out of a table by the number of keys: here the
+    capacity."""
     for module in model.modules():
         if isinstance(module, GPTNeoSelfAttention):
             module._attn = functools.partial(_attend, context, module)  # type: ignore[method-assign]
 
 
 def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the longest row: with
-    those, a row would depend on the rest and on how a prompt is cut, and its earlier keys would have other frequencies.
+    """Let the capacity decide the frequencies of rotary embeddings that transformers chooses by the
+    longest row: with those, a row would depend on the rest and on how a prompt is cut, and its
+    earlier keys would have other frequencies.
 
-    LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long frequencies from the first training context on. A
-    cache that can hold more tokens than that is filled with them from the start. "dynamic" (NTK-aware scaling,
-    https://arxiv.org/abs/2309.00071, section 3.1) changes them beyond max_position_embeddings, and no cache holds more.
-    """
+    LongRoPE (https://arxiv.org/abs/2402.13753) has two sets, the long frequencies from the first
+    training context on. A cache that can hold more tokens than that is filled with them from the
+    start. "dynamic" (NTK-aware scaling, https://arxiv.org/abs/2309.00071, section 3.1) changes them
+    beyond max_position_embeddings, and no cache holds more."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if any(map(_is_chosen_by_length, kinds.values() if isinstance(kinds, dict) else [kinds])):
@@ -108,13 +114,12 @@ def use_rope_of_capacity(model: PreTrainedModel, context: DecodeContext) -> None
 
 
 def _is_chosen_by_length(kind: Any) -> bool:
-    return isinstance(kind, str) and (
-        kind == _LONGROPE or _DYNAMIC in kind
-    )  # as transformers tells them
+    # transformers distinguishes the types of rotary embeddings in the same way.
+    return isinstance(kind, str) and (kind == _LONGROPE or _DYNAMIC in kind)
 
 
 class _WithFrequencies:
-    """A rotary embedding with other frequencies, for its forward to take as `self`."""
+    """A rotary embedding with other frequencies, passed to its forward as `self`."""
 
     def __init__(self, module: nn.Module, name: str, frequencies: Tensor) -> None:
         self._module = module
@@ -161,13 +166,14 @@ def _long_or(
 
 
 def use_row_query_scales(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own positions. The factor is
-    log1p(floor((position + 1) / floor_scale)) * attn_scale + 1 (https://arxiv.org/abs/2501.19399). The layers count
-    positions from the cache, and scale nothing in a short text."""
+    """Scale the queries of a Llama 4's layers without rotary embeddings by each row's own
+    positions. The factor is log1p(floor((position + 1) / floor_scale)) * attn_scale + 1
+    (https://arxiv.org/abs/2501.19399). The layers count positions from the cache, and scale nothing
+    in a short text."""
     module: Any
     for module in model.modules():
         if (
-            type(module).__name__ == _LLAMA_4
+            type(module).__name__ == _LLAMA_4_ATTENTION
             and module.attn_temperature_tuning
             and not module.use_rope
         ):
@@ -197,7 +203,8 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """query: [B, heads, S, D]; key, value: [B, heads, T, D]. Returns [B, heads, S, D] and no weights."""
+    """query: [B, heads, S, D]; key, value: [B, heads, T, D]. Returns [B, heads, S, D] and no
+    weights."""
     if context.positions is None:
         own: tuple[Tensor, Tensor] = GPTNeoSelfAttention._attn(  # type: ignore[no-untyped-call]
             module, query, key, value, attention_mask
@@ -208,7 +215,8 @@ def _attend(
     return masked_attention(query, key, value, allowed, Scoring(1.0)).transpose(1, 2), None
 
 
-# Modules of transformers with a function `apply_rotary_emb(query, key, frequencies)`: the axis of their heads.
+# Modules of transformers with a function `apply_rotary_emb(query, key, frequencies)`: the axis of
+# their heads.
 _HEADS_AXIS: Final = {
     "transformers.models.deepseek_v2.modeling_deepseek_v2": 1,
     "transformers.models.llama4.modeling_llama4": 2,
@@ -217,8 +225,8 @@ _HEADS_AXIS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of every position's angles, [B, S, D / 2] each, in place of a complex tensor: (a + bi)(cos + i sin) =
-    (a cos - b sin) + (a sin + b cos) i."""
+    """cos and sin of every position's angles, [B, S, D / 2] each, in place of a complex tensor: (a
+    + bi)(cos + i sin) = (a cos - b sin) + (a sin + b cos) i."""
 
     cos: Tensor
     sin: Tensor
@@ -238,7 +246,7 @@ class Rotation:
 
 @contextmanager
 def real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """While open, `model` rotates queries and keys without complex numbers; any other model is left alone."""
+    """While open, `model` rotates queries and keys without complex numbers, if it has used them."""
     with ExitStack() as stack:
         for name in {type(module).__module__ for module in model.modules()} & _HEADS_AXIS.keys():
             stack.enter_context(

@@ -1,6 +1,7 @@
-"""Layers with a quantized weight. Traced, a linear layer is one MatMulNBits on its blocks, and a product of the blocks'
-sums with offsets if there are any; an embedding is one GatherBlockQuantized on the same blocks. Run eagerly, such a
-layer uses its float weight as before, and the model computes the same with and without the blocks."""
+"""Layers with a quantized weight. Traced, a linear layer is one MatMulNBits on its blocks, and a
+product of the blocks' sums with offsets if there are any; an embedding is one GatherBlockQuantized
+on the same blocks. Run eagerly, such a layer uses its float weight as before, and the model
+computes the same with and without the blocks."""
 
 from __future__ import annotations
 
@@ -17,27 +18,31 @@ from torch.overrides import TorchFunctionMode
 from qsample.transforms.deferred import numbers
 
 _ATTRIBUTE: Final = "quantized_weight"
-_BLOCKS, _SCALES, _ZERO_POINTS, _ORDER = (
-    "packed_blocks",
-    "packed_scales",
-    "packed_zero_points",
-    "packed_order",
-)
+# The names of a layer's buffers.
+_BLOCKS: Final = "packed_blocks"
+_SCALES: Final = "packed_scales"
+_ZERO_POINTS: Final = "packed_zero_points"
+_ORDER: Final = "packed_order"
 _OFFSETS: Final = "packed_offsets"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight of N outputs and K inputs in blocks along K, laid out as ONNX Runtime's MatMulNBits reads it.
+    """A weight of N outputs and K inputs in blocks along K, in the layout of ONNX Runtime's
+    MatMulNBits.
 
     Attributes:
-        bits: 4 or 8, of a stored level.
-        block_size: levels that share a scale and a zero point; it divides K.
-        blocks: [N, K / block_size, block_size * bits / 8] uint8, the first level in the low bits.
-        scales: [N, K / block_size], of the layer's dtype.
-        zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; by default 2^(bits - 1).
-        order: [K] int64, the input that each column belongs to; by default in order.
-        offsets: [K / block_size, N], added to each weight of a block, of the layer's dtype; by default none.
+        bits: the bits of a stored level, 4 or 8.
+        block_size: the number of levels that share a scale and a zero point; it divides K.
+        blocks: [N, K / block_size, block_size * bits / 8] uint8, with the first level in the low
+            bits.
+        scales: [N, K / block_size] in the layer's dtype.
+        zero_points: [N * ceil(K / block_size * bits / 8)] uint8, packed like the levels; None
+            stands for 2^(bits - 1).
+        order: [K] int64, the input that each column belongs to; None for columns in the order of
+            the inputs.
+        offsets: [K / block_size, N] in the layer's dtype, added to each weight of a block; None for
+            no offsets.
     """
 
     bits: int
@@ -59,8 +64,11 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def row_offsets(self) -> Tensor | None:
-        """[N, K / block_size, 1], to be added to scale * (level - 2^(bits - 1)); None: nothing. Kernels of different
-        devices read other zero points of a GatherBlockQuantized in different ways."""
+        """[N, K / block_size, 1], the numbers to add to scale * (level - 2^(bits - 1)); None if
+        they are all 0.
+
+        The kernels of different devices read other zero points of a GatherBlockQuantized in
+        different ways."""
         if self.zero_points is None:
             return None if self.offsets is None else numbers(self.offsets).T[..., None].contiguous()
         rows, blocks = self.blocks.shape[:2]
@@ -77,8 +85,8 @@ class QuantizedWeight:
 
 
 def set_quantized_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
-    """Let `layer`, a Linear, a Conv1D of transformers or an Embedding, be traced with `weight` in place of its float
-    weight."""
+    """Let `layer`, a Linear, a Conv1D of transformers or an Embedding, be traced with `weight` in
+    place of its float weight."""
     if looks_up := isinstance(layer, nn.Embedding):
         tensors = {_SCALES: weight.scales.unsqueeze(-1), _OFFSETS: weight.row_offsets()}
     else:
@@ -124,7 +132,8 @@ def _multiply(layer: Any, states: Tensor) -> Tensor:
 
 
 def _look_up(layer: Any, ids: Tensor) -> Tensor:
-    """ids: [..]. Returns [.., K], after all that the layer's class does with the rows of its table, such as scaling."""
+    """ids: [..]. Returns [.., K], after all that the layer's class does with the rows of its table,
+    such as scaling."""
     with _RowsOfBlocks(layer) if torch.onnx.is_in_onnx_export() else nullcontext():
         rows: Tensor = type(layer).forward(layer, ids)
     return rows

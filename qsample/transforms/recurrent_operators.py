@@ -315,7 +315,8 @@ def linear_attention(
         key: [B, S, h, K].
         value: [B, S, H, V].
         state: [B, H, K, V], before the first token.
-        decay: at most 0, [B, S, H], or [B, S, H, K] with a decay for each row of the memory.
+        decay: no number above 0; [B, S, H], or [B, S, H, K] with a decay for each row of the
+            memory.
         beta: [B, S, H].
         scale: the factor on the results.
 

@@ -34,10 +34,12 @@ from qsample.transforms.markers import (
 from qsample.transforms.quantized_linear import QuantizedWeight
 from qsample.transforms.recurrent import RetainedForward
 
-_BUFFERS: Final = "key_value"  # the kind of an attention layer's states
+# The kind of state that an attention layer keeps.
+_BUFFERS: Final = "key_value"
 # Attributes of modules that may hold the index of their layer.
 _INDEX_ATTRIBUTES: Final = ("layer_idx", "layer_id", "layer_index", "layer_number")
-_REGISTRIES: Final = ("_modules", "_parameters", "_buffers")  # attributes of every nn.Module
+# The attributes in which every nn.Module registers its parts.
+_REGISTRIES: Final = ("_modules", "_parameters", "_buffers")
 _COMPARED_BY_VALUE: Final = (
     type(None),
     bool,
@@ -209,7 +211,8 @@ class _Description:
         if name in _INDEX_ATTRIBUTES and value == self.index:
             return "the layer's index"
         if "hooks" in name and isinstance(value, dict):
-            value = list(value.values())  # the keys count all hooks of the process
+            # The keys of the dictionary count all hooks of the process.
+            value = list(value.values())
         return self._value(value)
 
     def _value(self, value: Any) -> Any:

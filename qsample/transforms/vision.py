@@ -1,11 +1,12 @@
-"""A Hugging Face model that reads images enters; the module that vision.onnx is traced from leaves: an image's pixels
-in, its rows of `image_features` out.
+"""A Hugging Face model that reads images enters; the module that vision.onnx is traced from leaves:
+an image's pixels in, its rows of `image_features` out.
 
-Towers are transformers' code as it is. They are of two kinds. One reads patches and takes an image's rows and columns
-of patches, `grid`: what depends on them is computed from indices, in place of loops over numbers that a trace would fix
-(https://github.com/huggingface/transformers/blob/main/src/transformers/vision_utils.py). The other reads tiles.
-Attention is asked for as FlashAttention is: then a tower makes no mask, and calls it once for all patches.
-"""
+Towers are transformers' code as it is. They are of two kinds. One reads patches and takes an
+image's rows and columns of patches, `grid`: what depends on them is computed from indices, in place
+of loops over numbers that a trace would fix
+(https://github.com/huggingface/transformers/blob/main/src/transformers/vision_utils.py). The other
+reads tiles. Attention is asked for as FlashAttention is: then a tower makes no mask, and calls it
+once for all patches."""
 
 from __future__ import annotations
 
@@ -31,34 +32,49 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import UnsupportedModelError
 
-_ATTENTION: Final = "qsample_flash_vision"  # transformers looks for "flash" in the name
-_MASKED: Final = -1e30
-_EXAMPLE: Final = (4, 6)  # rows and columns of features of the image that is traced
-_TILES: Final = 2
+# transformers treats an attention with "flash" in its name as FlashAttention.
+_ATTENTION: Final = "qsample_flash_vision"
+_MASKED_SCORE: Final = -1e30
+# The image that is traced has this many rows and columns of features, or this many tiles.
+_EXAMPLE_SIZE: Final = (4, 6)
+_EXAMPLE_TILES: Final = 2
 
 
 class RandomImage:
-    """Pixels, the same for each size. inputs: of vision.onnx, by name. arguments: of get_image_features."""
+    """An image of random pixels, which are the same for each size.
+
+    Attributes:
+        pixels: the pixels.
+        grid: the rows and columns of patches; None for tiles.
+        inputs: the inputs of vision.onnx by name.
+        arguments: the arguments of transformers' get_image_features by name.
+    """
 
     def __init__(self, pixels: Tensor, grid: Tensor | None = None, **arguments: Any) -> None:
-        self.pixels, self.grid = pixels, None if grid is None else grid.tolist()
-        self.inputs = {PIXEL_VALUES: pixels} | ({} if grid is None else {GRID.name: grid})
-        self.arguments = {PIXEL_VALUES: pixels} | arguments
+        self.pixels = pixels
+        self.grid = None if grid is None else grid.tolist()
+        self.inputs = {PIXEL_VALUES: pixels}
+        if grid is not None:
+            self.inputs[GRID.name] = grid
+        self.arguments = {PIXEL_VALUES: pixels, **arguments}
 
 
 class VisionModule(nn.Module):
     """The graph vision.onnx as a module: `forward` maps its inputs by name to its output by name.
 
     Attributes:
-        free: the axes of the inputs that images decide.
-        by_tiles: an image's size is its number of tiles alone.
+        free: the axes of the inputs whose sizes depend on the image.
+        by_tiles: whether the number of tiles is the size of an image.
+        model: the base model of the checkpoint.
+        tower: the vision tower of the model.
+        rows: computes the features [F, C] from the inputs in order.
     """
 
     free: tuple[str, ...] = (PATCHES,)
     by_tiles = False
     model: Any
     tower: Any
-    rows: Callable[..., Tensor]  # [F, C] of the inputs in order
+    rows: Callable[..., Tensor]
 
     def __init__(self, model: PreTrainedModel, tower: PreTrainedModel) -> None:
         super().__init__()
@@ -68,7 +84,8 @@ class VisionModule(nn.Module):
     @property
     def example(self) -> dict[str, Tensor]:
         """Inputs that a trace can run."""
-        return self.image(*((_TILES, 1) if self.by_tiles else _EXAMPLE)).inputs
+        rows, columns = (_EXAMPLE_TILES, 1) if self.by_tiles else _EXAMPLE_SIZE
+        return self.image(rows, columns).inputs
 
     def image(self, rows: int, columns: int) -> RandomImage:
         """An image with that many rows and columns of features, or of tiles."""
@@ -81,7 +98,10 @@ class VisionModule(nn.Module):
         return {IMAGE_FEATURES: rows.to(self._dtype)}
 
     def projected(self, pixel_values: Tensor, **options: Any) -> Tensor:
-        """[F, C], of get_image_features until it reads what its projector gives: it makes a list of an image's rows."""
+        """[F, C], the result of the projector in get_image_features.
+
+        What get_image_features does with it afterwards, such as making a list of an image's rows,
+        is not run."""
         found: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Tensor) -> _Unread:
@@ -173,8 +193,9 @@ class _PositionedPatches(VisionModule):
 
 
 class _Tiles(VisionModule):
-    """Tiles of one size, such as LLaVA's: a tile's rows of features after another's, then the learned newline, if there
-    is one. transformers' rows of LLaVA-NeXT are in another order, and without those of padding."""
+    """Tiles of one size, such as LLaVA's: a tile's rows of features after another's, then the
+    learned newline, if there is one. transformers' rows of LLaVA-NeXT are in another order, and
+    without those of padding."""
 
     free = (TILES,)
     by_tiles = True
@@ -204,7 +225,8 @@ class _MaskedTiles(_Tiles):
 
     def __init__(self, model: PreTrainedModel, tower: Any) -> None:
         super().__init__(model, tower)
-        # bucketize, of which a tile's positions come, does not export; they are the same for all whole tiles.
+        # bucketize, of which a tile's positions come, does not export; they are the same for all
+        # whole tiles.
         embeddings, tile, found = (
             tower.embeddings,
             self.image(1, 1).inputs[PIXEL_VALUES],
@@ -280,8 +302,9 @@ def attention(
     cu_seq_lens_q: Tensor | Windows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer of a tower: query [B, heads, S, D], key and value
-    [B, H, S, D] → [B, S, heads, D]. attention_mask: added to the scores. cu_seq_lens_q: windows, or all of a row."""
+    """The attention function that transformers calls in every layer of a tower: query [B, heads, S,
+    D], key and value [B, H, S, D] → [B, S, heads, D]. attention_mask: added to the scores.
+    cu_seq_lens_q: windows, or all of a row."""
     heads = query.shape[1]
     if (groups := heads // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -291,7 +314,7 @@ def attention(
     else:
         windows = cu_seq_lens_q
         count, places = windows.patches.shape
-        mask = torch.where(windows.held, 0.0, _MASKED)[:, None, None].expand(
+        mask = torch.where(windows.held, 0.0, _MASKED_SCORE)[:, None, None].expand(
             count, 1, places, places
         )
         output = _multi_head([part[0][windows.patches] for part in states], heads, scaling, mask)
@@ -317,7 +340,8 @@ def _multi_head(
 
 @contextmanager
 def attention_of(tower: nn.Module, name: str) -> Iterator[None]:
-    """While open, `tower` attends through the function of this name in transformers' attention interface."""
+    """While open, `tower` attends through the function of this name in transformers' attention
+    interface."""
     configs = {
         id(part.config): part.config
         for part in tower.modules()
@@ -335,8 +359,9 @@ def attention_of(tower: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def _for_a_trace(tower: nn.Module) -> Iterator[None]:
-    """While open, `tower` attends through `attention`, and its convolutions with a single place are products: as
-    convolutions they are slow, and an exporter writes a bias of a wrong shape for those without."""
+    """While open, `tower` attends through `attention`, and its convolutions with a single place are
+    products: as convolutions they are slow, and an exporter writes a bias of a wrong shape for
+    those without."""
     AttentionInterface.register(_ATTENTION, attention)
     convolutions = [part for part in tower.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)]
     with attention_of(tower, _ATTENTION):
@@ -378,7 +403,8 @@ def _places(grid: Tensor, count: Any) -> Tensor:
 
 
 def places_of_patches(grid: Tensor, count: Any, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column, [count] each, of patches in squares of `merge`, which follow one another in rows."""
+    """Row and column, [count] each, of patches in squares of `merge`, which follow one another in
+    rows."""
     index, across = torch.arange(count), grid[1] // merge
     square = index // merge**2
     return (
@@ -405,12 +431,14 @@ def resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Stands for the lengths of windows: which patch is at which place of which window.
+    """Which patch is at which place of which window; it is passed in place of the lengths of the
+    windows.
 
     Attributes:
-        patches: [windows, places], the patch at each place of each window; any where there is none.
-        held: [windows, places], whether there is one.
-        places: [A], the place of each patch among those of all windows.
+        patches: [windows, places], the patch at each place of each window; any patch at an empty
+            place.
+        held: [windows, places], whether the place has a patch.
+        places: [A], the place of each patch among the places of all windows.
     """
 
     patches: Tensor
@@ -419,9 +447,12 @@ class Windows:
 
 
 def windows_of(row: Tensor, column: Tensor, grid: Tensor, side: int, merge: int) -> Windows:
-    """Qwen2.5-VL's windows of an image, `side` patches in height and width, less at the lower and right edges.
-    row, column: [A]."""
-    across = (grid[1] + side - 1) // side  # windows of a row
+    """Qwen2.5-VL's windows of an image, `side` patches high and wide, and smaller at the lower and
+    right edges.
+
+    row and column are [A], the place of each patch.
+    """
+    across = (grid[1] + side - 1) // side
     count: Any = ((grid[0] + side - 1) // side * across).item()
     place, window = torch.arange(side**2), torch.arange(count)[:, None]
     down, right = window // across * side + place // side, window % across * side + place % side
