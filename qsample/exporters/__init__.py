@@ -1,1 +1,2 @@
-"""Export: a Hugging Face model, or a decoder file of another exporter, becomes a portable package."""
+"""Export: a Hugging Face model, or a decoder file of another exporter, becomes a portable
+package."""

@@ -1,4 +1,5 @@
-"""The logits that a Hugging Face model computes on random prompts, for the parity gate to compare its export with."""
+"""The logits of a Hugging Face model for random prompts, with which the parity gate compares its
+export."""
 
 from __future__ import annotations
 
@@ -18,10 +19,12 @@ from qsample.checkpoints.source import origin_of
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
 from qsample.exporters import parity
-from qsample.exporters.parity import CONTINUED, Narrowed, Reference, reference_lengths
+from qsample.exporters.parity import CONTINUATION_TOKENS, Narrowed, Reference, reference_lengths
 
-NARROW: Final = 6  # the length at which a window is compared that is too long for a prompt
-_WINDOWS: Final = (
+# A window that is too long for a prompt is compared with this length.
+NARROW_WINDOW: Final = 6
+# The settings in which configurations state the sizes of attention windows.
+_WINDOW_SETTINGS: Final = (
     "sliding_window",
     "sliding_window_size",
     "attention_chunk_size",
@@ -32,8 +35,8 @@ _WINDOWS: Final = (
 
 
 def reference(model: PreTrainedModel) -> Reference:
-    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded). Prompts of similar lengths
-    are a batch, so that the weights are read once."""
+    """Run `model` eagerly, without a cache, on random prompts of different lengths (seeded).
+    Prompts of similar lengths are a batch, so that the weights are read once."""
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding; a prompt contains none.
@@ -43,7 +46,7 @@ def reference(model: PreTrainedModel) -> Reference:
     windows = _windows(config)
     lengths, short = reference_lengths(longest_context(config), windows)
     long = [size for size in windows if size not in short]
-    rows = [generator.choice(allowed, n + CONTINUED).tolist() for n in lengths]
+    rows = [generator.choice(allowed, n + CONTINUATION_TOKENS).tolist() for n in lengths]
     model.set_attn_implementation("eager")
     batches = _batches(rows)
     logits = [
@@ -55,7 +58,9 @@ def reference(model: PreTrainedModel) -> Reference:
     prompts = [row[:n] for row, n in zip(rows, lengths, strict=True)]
     expected = Reference(prompts, [row[n:] for row, n in zip(rows, lengths, strict=True)], logits)
     narrowed = (
-        _narrowed(model, expected, batches[-1], dict.fromkeys(long, NARROW)) if long else None
+        _narrowed(model, expected, batches[-1], dict.fromkeys(long, NARROW_WINDOW))
+        if long
+        else None
     )
     return replace(
         expected, narrowed=narrowed, windows=_what_is_compared(config, short, long, narrowed)
@@ -63,8 +68,11 @@ def reference(model: PreTrainedModel) -> Reference:
 
 
 def longest_context(config: Any) -> int | None:
-    """The positions that a text model knows; None for any number; some configurations say -1. Doge attends to all of
-    keep_window_size tokens, and beyond that to the keys that it chooses; a graph does not."""
+    """The number of positions that a text model knows; None for any number, which some
+    configurations state as -1.
+
+    Doge attends to all of keep_window_size tokens, and beyond that to the keys that it chooses; a
+    graph does not."""
     stated = [
         int(getattr(config, name, None) or 0)
         for name in ("max_position_embeddings", "keep_window_size")
@@ -73,7 +81,8 @@ def longest_context(config: Any) -> int | None:
 
 
 def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
-    """`rows`, in order of their lengths, in batches; a row that is much longer than those before it begins another."""
+    """`rows`, in order of their lengths, in batches; a row that is much longer than those before it
+    begins another."""
     batches = [rows[:1]]
     for row in rows[1:]:
         if len(row) <= 3 * len(batches[-1][0]):
@@ -84,7 +93,8 @@ def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
 
 
 def eager_logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
-    """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end; no earlier token sees that."""
+    """[n, V] float32 for each row of n tokens. Shorter rows are filled up at the end; no earlier
+    token sees that."""
     longest = max(map(len, rows))
     ids = torch.tensor([(row * longest)[:longest] for row in rows])
     with torch.no_grad():
@@ -94,15 +104,16 @@ def eager_logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
 
 def _windows(config: Any) -> list[int]:
     """The sizes of the attention windows that `config` states, in order."""
-    stated = {getattr(config, name, None) for name in _WINDOWS}
+    stated = {getattr(config, name, None) for name in _WINDOW_SETTINGS}
     return sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
 
 
 def _narrowed(
     model: PreTrainedModel, expected: Reference, batch: list[list[int]], windows: Mapping[int, int]
 ) -> Narrowed | None:
-    """The last row of `expected`, and of the `batch` that it was computed in, with smaller `windows`. None if `model`
-    fails, or computes the same: no layer has a window, or layers took theirs when they were made."""
+    """The last row of `expected`, and of the `batch` that it was computed in, with smaller
+    `windows`. None if `model` fails, or computes the same: no layer has a window, or layers took
+    theirs when they were made."""
     try:
         with _with_windows(model, windows):
             logits = eager_logits(model, batch)[-1][len(expected.prompts[-1]) - 1 :]
@@ -113,13 +124,13 @@ def _narrowed(
 
 @contextmanager
 def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterator[None]:
-    """While open, attention windows of `model` that are keys of `windows` have the values. Masks are made with the
-    configuration's; some modules keep a copy."""
+    """While open, attention windows of `model` that are keys of `windows` have the values. Masks
+    are made with the configuration's; some modules keep a copy."""
     owners = [model.config.get_text_config(decoder=True), *model.modules()]
     found = [
         (owner, name, vars(owner)[name])
         for owner in owners
-        for name in _WINDOWS
+        for name in _WINDOW_SETTINGS
         if vars(owner).get(name) in windows
     ]
     try:
@@ -148,9 +159,21 @@ def _what_is_compared(
 def compare_with_checkpoint(
     checkpoint: Checkpoint, folder: Path, interface: Interface, tolerance: float | None
 ) -> Mapping[str, Any]:
-    """Compare a baked graph in `folder` with its checkpoint in transformers, as an export is compared; returns the
-    figures for the manifest. tolerance: largest difference per unit of the largest logit; None accepts any, for
-    quantized weights. Raises ParityError for a larger difference."""
+    """Compare a baked graph with its checkpoint in transformers, as an export is compared.
+
+    Args:
+        checkpoint: the checkpoint.
+        folder: the folder with the graph.
+        interface: the interface of the graph.
+        tolerance: the largest difference per unit of the largest logit; None accepts any, for
+            quantized weights.
+
+    Returns:
+        The figures for the manifest.
+
+    Raises:
+        ParityError: the difference is larger.
+    """
     figures = parity.check(
         folder,
         interface,

@@ -1,8 +1,9 @@
-"""What a Hugging Face model makes of a prompt with images, for the parity gate to compare its export with.
+"""The results of a Hugging Face model for a prompt with images, with which the parity gate compares
+its export.
 
-The model gets pixels; what enters its layers is noted on the way: features in the places of embeddings, features that
-are added later, and positions. So nothing here depends on how a model gets from pixels to these.
-"""
+The model gets pixels, and a hook notes the inputs of its layers: features in place of embeddings,
+features that are added later, and positions. So nothing here depends on how a model makes these
+from pixels."""
 
 from __future__ import annotations
 
@@ -23,17 +24,20 @@ from qsample.exporters.parity import ImageReference
 from qsample.images.positions import position_offsets
 from qsample.transforms.images import ADDED_FEATURES, POSITION_AXES, text_model
 
-_SIZES: Final = (
-    (64, 48),
-    (40, 72),
-)  # of the images: width and height; most processors enlarge them
-_TOO_LONG: Final = 1 << 20
+# Width and height of each image; most processors enlarge them.
+_IMAGE_SIZES: Final = ((64, 48), (40, 72))
+_UNLIMITED_TOKENS: Final = 1 << 20
 
 
 @dataclass(slots=True)
 class _Call:
-    """What a model's decoder is called with: embedded tokens [1, n, hidden], features that are added to those of images
-    [F, hidden] each, and positions [.., 1, n]."""
+    """The inputs of a model's decoder.
+
+    Attributes:
+        embedded: the embedded tokens, [1, n, hidden].
+        added: the features that are added to those of images, [F, hidden] each.
+        positions: [.., 1, n].
+    """
 
     embedded: Tensor | None = None
     added: list[Tensor] = field(default_factory=list)
@@ -47,13 +51,25 @@ class _Call:
 def image_reference(
     model: PreTrainedModel, processor: ProcessorMixin, shape: ImageShape, context: int | None
 ) -> tuple[ImageReference, ImageShape]:
-    """Run `model` eagerly on a prompt with random images (seeded) of different sizes. context: the positions that it
-    knows. Also returns `shape` with the `patch_values` of the processor's pixels. Raises UnsupportedModelError if the
-    context has no room for an image, or if the model takes images in another way than `shape` says."""
+    """Run a model eagerly on a prompt with random images (seeded) of different sizes.
+
+    Args:
+        model: the model.
+        processor: its processor.
+        shape: how images enter the decoder.
+        context: the number of positions that the model knows; None for any number.
+
+    Returns:
+        The results, and `shape` with the `patch_values` of the processor's pixels.
+
+    Raises:
+        UnsupportedModelError: the context has no room for an image, or the model does not take
+            images as `shape` says.
+    """
     model.set_attn_implementation("eager")
-    for count in (len(_SIZES), 1):
+    for count in (len(_IMAGE_SIZES), 1):
         inputs = _inputs(model, processor, count)
-        if (n := inputs["input_ids"].shape[1]) <= (context or _TOO_LONG):
+        if (n := inputs["input_ids"].shape[1]) <= (context or _UNLIMITED_TOKENS):
             break
     else:
         raise UnsupportedModelError(
@@ -113,7 +129,7 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
     generator = np.random.default_rng(0)
     images = [
         fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        for width, height in _SIZES[:count]
+        for width, height in _IMAGE_SIZES[:count]
     ]
     text = "".join(
         f"{word} {getattr(processor, 'image_token', '')} " for word in ("one", "two")[:count]
@@ -126,9 +142,8 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             inputs[name] = value.to(model.dtype)
-        elif (
-            isinstance(value, Tensor) and value.shape == ids.shape
-        ):  # of each token: those after images are text
+        elif isinstance(value, Tensor) and value.shape == ids.shape:
+            # It has a number for each token, and the token after the prompt is text.
             last = {"input_ids": ids[:, :1], "attention_mask": value[:, :1]}.get(
                 name, torch.zeros_like(value[:, :1])
             )
@@ -137,7 +152,8 @@ def _inputs(model: PreTrainedModel, processor: ProcessorMixin, count: int) -> di
 
 
 def _offsets(positions: Tensor | None, is_image: Array) -> Array:
-    """[n + 1, 3] int32: what a host adds to the places of the n tokens and of the token after them."""
+    """[n + 1, 3] int32: what a host adds to the places of the n tokens and of the token after
+    them."""
     if positions is None or positions.ndim != 3 or positions.shape[0] < POSITION_AXES:
         raise UnsupportedModelError("the model's decoder is not given positions of three parts")
     wanted = positions[-POSITION_AXES:, 0].T.numpy()

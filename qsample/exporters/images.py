@@ -1,8 +1,9 @@
-"""transformers' processor of a checkpoint → `Manifest.images`, with which a package processes images itself.
+"""transformers' processor of a checkpoint → `Manifest.images`, with which a package processes
+images itself.
 
-Nothing here knows a type of model: a family of `images/families.py` is tried with the settings that the processor's
-image class receives, and taken if its pixels and its token ids equal the processor's, bit for bit, for all of `PROBES`.
-"""
+Nothing here knows a type of model: a family of `images/families.py` is tried with the settings that
+the processor's image class receives, and taken if its pixels and its token ids equal the
+processor's, bit for bit, for all of `PROBES`."""
 
 from __future__ import annotations
 
@@ -36,19 +37,26 @@ PROBES: Final = (
     (512, 512, "CMYK"),
     (1150, 760, "RGB"),
 )
-_SMALLER: Final = {
-    "shortest_edge": 50_000,
-    "longest_edge": 200_000,
-}  # limits that the last of them passes
+# Limits that the last probe exceeds: numbers of pixels, and the length of an edge.
+_SMALLER_PIXEL_LIMITS: Final = {"shortest_edge": 50_000, "longest_edge": 200_000}
 _SMALLER_EDGE: Final = 400
-_BILINEAR: Final = 2  # Pillow's number of transformers' default
+# transformers' default for resizing, as Pillow numbers it.
+_BILINEAR: Final = 2
 _REMEDY: Final = "export the model without images (--text-only)"
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """An image with the processor's results: the settings that its image class received, the pixels, patches, the text
-    for the image, and the ids of the prompt."""
+    """An image with the processor's results.
+
+    Attributes:
+        image: the image.
+        settings: the settings that the processor's image class received.
+        pixels: the pixels.
+        grid: the rows and columns of patches; None for tiles.
+        text: the text that replaces the placeholder of the image.
+        ids: the token ids of the prompt.
+    """
 
     image: Image
     settings: Mapping[str, Any]
@@ -61,8 +69,14 @@ class _Probe:
 def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict[str, Any]:
     """The content of `Manifest.images`.
 
-    processor: with a Pillow class for images, as `load_processor` opens it. config: of the model. Raises
-    UnsupportedModelError with the processor and the difference if packages cannot do the same.
+    Args:
+        processor: the checkpoint's processor as `load_processor` opens it, with a Pillow class for
+            images.
+        config: the model's configuration.
+
+    Raises:
+        UnsupportedModelError: packages cannot do the same; the message names the processor and the
+            difference.
     """
     name = f"{type(processor).__name__} with {type(processor.image_processor).__name__}"
     if not isinstance(processor.image_processor, PilBackend):
@@ -77,7 +91,7 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
     names = {"placeholder": placeholder, "token": token, "token_id": token_id}
     try:
         probes = _probes(processor, placeholder)
-    except Exception as error:  # of transformers, for images like everyone's
+    except Exception as error:  # transformers raises any exception, and the images are ordinary
         said = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UnsupportedModelError(
             f"{name} fails for a trial image ({said}); {_REMEDY}"
@@ -107,9 +121,8 @@ def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
     rng = np.random.default_rng(0)
     probes = []
     for width, height, mode in PROBES:
-        small = rng.integers(
-            0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8
-        )  # smooth, and noisy
+        # Enlarged noise is smooth, as photographs are.
+        small = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
         image = fromarray(small).resize((width, height), Resampling.BICUBIC)
         if getattr(processor.image_processor, "do_convert_rgb", False):
             image = image.convert(mode)
@@ -117,7 +130,7 @@ def _probes(processor: ProcessorMixin, placeholder: str) -> list[_Probe]:
                 image.putalpha(image.getchannel("G"))
         probes.append(_probe(processor, image, prompt_of(placeholder)))
     size = dict(probes[0].settings.get("size") or {})
-    least = _SMALLER if size.get("shortest_edge") else {"longest_edge": _SMALLER_EDGE}
+    least = _SMALLER_PIXEL_LIMITS if size.get("shortest_edge") else {"longest_edge": _SMALLER_EDGE}
     smaller = {key: min(size[key], most) for key, most in least.items() if size.get(key)}
     if size.get("longest_edge") and any(smaller[key] < size[key] for key in smaller):
         probes.append(_probe(processor, probes[-1].image, prompt_of(placeholder), size=smaller))
@@ -203,7 +216,8 @@ def _made(
 def _choices(
     family: str, probe: _Probe, config: PretrainedConfig, token: str
 ) -> Iterator[dict[str, Any]]:
-    """Settings that the processor does not name: numbers of placeholders, and rules that only the code has."""
+    """Settings that the processor does not name: numbers of placeholders, and rules that only the
+    code has."""
     names = {entry.name for entry in fields(FAMILIES[family])}
     count = probe.text.count(token)
     if "tokens" in names:
@@ -279,7 +293,8 @@ def _ids(processor: ProcessorMixin, text: str) -> list[int]:
 
 
 def pixel_difference(ours: Array, theirs: Array) -> str:
-    """The difference in a few words, or nothing. theirs: perhaps with further axes of size 1, and padded with zeros."""
+    """The difference in a few words, or nothing. theirs: perhaps with further axes of size 1, and
+    padded with zeros."""
     if ours[0].size == 0 or theirs.size % ours[0].size or theirs.size < ours.size:
         return f"there are numbers {list(theirs.shape)}, not {list(ours.shape)},"
     flat = theirs.reshape(-1, *ours.shape[1:])
@@ -321,7 +336,8 @@ def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -
 
 
 def _around(layout: Layout, text: str, token: str) -> list[str] | None:
-    """The texts before each run of placeholders, and after the last; None if there are other runs."""
+    """The texts before each run of placeholders, and after the last; None if there are other
+    runs."""
     rows, columns = layout.tiles
     parts, at, run = [], 0, token * layout.count
     for _ in range(max(rows * columns, 1) + layout.whole):

@@ -1,17 +1,19 @@
-"""From a trace to a graph that ONNX Runtime runs: placeholders become weights; markers become `Scan`, `MoE` and the
-products of LoRA adapters.
+"""From a trace to a graph that ONNX Runtime runs: placeholders become weights; markers become
+`Scan`, `MoE` and the products of LoRA adapters.
 
-1. `fill_placeholders`: weights of which torch had only placeholders (`transforms.deferred`) refer to their place in
-   files, or are computed when the graph is saved.
-2. `outline_scans`: a trace has the code of a loop's step in line. A `ScanBegin` marker (`transforms.recurrent`) gives
-   the states and a token of each input. The nodes that depend on it, up to its `ScanEnd`, move into the body of a Scan.
-   The rest stays outside and is computed once.
-3. `lower_experts`: ONNX Runtime's MoE reads its weights in one layout: outputs before inputs, gate and up in turns.
-   They are arranged when the graph is saved, a matrix of all experts of a layer at a time, so that a checkpoint's
-   weights stay mapped from their files; if only the order of whole rows changes, a graph that refers to these files can
-   do it (`JoinedTensor`).
-4. `align_row_sums`: ONNX Runtime's CPU adds several aligned numbers at a time. In a tensor [B, 10], every other row
-   begins next to such a boundary and would round otherwise: the place of a row in the batch would decide its last bits.
+1. `fill_placeholders`: weights of which torch had only placeholders (`transforms.deferred`) refer
+   to their place in files, or are computed when the graph is saved.
+2. `outline_scans`: a trace has the code of a loop's step in line. A `ScanBegin` marker
+   (`transforms.recurrent`) gives the states and a token of each input. The nodes that depend on it,
+   up to its `ScanEnd`, move into the body of a Scan. All other nodes stay outside and are computed
+   once.
+3. `lower_experts`: ONNX Runtime's MoE reads its weights in one layout: outputs before inputs, gate
+   and up alternating. They are arranged when the graph is saved, a matrix of all experts of a layer
+   at a time, so that a checkpoint's weights stay mapped from their files; if only the order of
+   whole rows changes, a graph that refers to these files can do it (`JoinedTensor`).
+4. `align_row_sums`: ONNX Runtime's CPU adds several aligned numbers at a time. In a tensor [B, 10],
+   every other row begins next to such a boundary and would round otherwise: the place of a row in
+   the batch would decide its last bits.
 5. `adapt_layers`: each marked linear layer gets the products of adapters (`graph.adapters`).
 """
 
@@ -53,25 +55,31 @@ from qsample.transforms import markers
 from qsample.transforms.deferred import Deferred, Joined, deferred, stored_view
 from qsample.transforms.markers import ADAPTED_PATH, MARKER_DOMAIN, NUM_STATES, SCAN_BEGIN, SCAN_END
 
-_INPUTS = 7  # of a marker, absent ones included
-_ALIGNED: Final = 16  # float32 of the widest registers
-_MOST: Final = 256  # numbers a row; more are not routing weights, and would take an expensive copy
+_MARKER_INPUTS: Final = 7  # absent inputs are counted
+# The widest registers hold this many float32 numbers.
+_ALIGNMENT_NUMBERS: Final = 16
+# Longer rows are not routing weights, and padding them would take an expensive copy.
+_MAX_ROW_NUMBERS: Final = 256
 
 
 def fill_placeholders(model: ir.Model) -> bool:
-    """Give constants that are placeholders, or views of them, their numbers, in place; returns whether it found any."""
+    """Replace constants that are placeholders, or views of them, by their numbers, in place;
+    returns whether it found any."""
     modified = False
     for value in all_initializers(model.graph):
         view = _view(getattr(value.const_value, "raw", None))
-        found = None if view is None else deferred(view)
-        if view is not None and found is not None:
-            value.const_value = _stored(view, found, str(value.name))
+        if view is None:
+            continue
+        meaning = deferred(view)
+        if meaning is not None:
+            value.const_value = _stored(view, meaning, str(value.name))
             modified = True
     return modified
 
 
 def _view(raw: Any) -> Tensor | None:
-    """The tensor that owns a constant's memory, in the constant's shape and strides: optimisers transpose in NumPy."""
+    """The tensor that owns a constant's memory, in the constant's shape and strides: optimisers
+    transpose in NumPy."""
     if isinstance(raw, Tensor):
         return raw
     owner = raw
@@ -138,7 +146,8 @@ def _computed(view: Tensor, found: Deferred, dtype: torch.dtype, name: str) -> i
 
 
 def outline_scans(model: ir.Model) -> bool:
-    """Turn every pair of loop markers into a `Scan` over axis 1, in place; returns whether anything changed."""
+    """Turn every pair of loop markers into a `Scan` over axis 1, in place; returns whether anything
+    changed."""
     graph = model.graph
     ends = [node for node in graph if node.domain == MARKER_DOMAIN and node.op_type == SCAN_END]
     for number, end in enumerate(ends):
@@ -169,9 +178,8 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
 def _loop(graph: ir.Graph, end: ir.Node) -> tuple[ir.Node, list[ir.Node]]:
     """The marker that `end` belongs to, and the nodes of a step in graph order."""
     needed = ancestors(end.inputs)
-    (begin,) = (
-        node for node in needed if node.op_type == SCAN_BEGIN
-    )  # earlier loops are Scan nodes by now
+    # Earlier loops are Scan nodes by now, so there is a single marker.
+    (begin,) = (node for node in needed if node.op_type == SCAN_BEGIN)
     per_token = {*begin.outputs}
     steps = []
     for node in graph:
@@ -208,8 +216,9 @@ def _identity(source: ir.Value, like: ir.Value, name: str) -> ir.Node:
 
 
 def lower_experts(model: ir.Model) -> bool:
-    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a plain Gather,
-    because weight quantization knows it and CUDA replays it. Returns whether anything changed."""
+    """Turn every marker into an MoE, in place, and every other lookup of experts' parameters into a
+    plain Gather, because weight quantization knows it and CUDA replays it. Returns whether anything
+    changed."""
     graph = model.graph
     found = [
         node
@@ -234,7 +243,7 @@ def lower_experts(model: ir.Model) -> bool:
 
 
 def _lower(graph: ir.Graph, marker: ir.Node) -> None:
-    marker.resize_inputs(_INPUTS)
+    marker.resize_inputs(_MARKER_INPUTS)
     rows, choice, gate, down, gate_bias, down_bias, up = marker.inputs
     assert choice is not None
     assert choice.shape is not None
@@ -275,8 +284,8 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
 
 
 class _Matrices:
-    """A matrix [N, K] for each expert, put together from parameters [E, N, K], or [E, K, N] if `transposed`. Their
-    first two axes may be merged, and they may have more experts."""
+    """A matrix [N, K] for each expert, put together from parameters [E, N, K], or [E, K, N] if
+    `transposed`. Their first two axes may be merged, and they may have more experts."""
 
     def __init__(
         self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool
@@ -286,8 +295,8 @@ class _Matrices:
         self._tensors = [_parameter(part) for part in self._parts]
 
     def initializer(self, *, in_turns: bool) -> ir.Value:
-        """[E, N, K], N the outputs of all parts. in_turns: they are in the wanted order; otherwise the rows of up
-        follow all rows of gate, and both are put in turns."""
+        """[E, N, K], N the outputs of all parts. in_turns: they are in the wanted order; otherwise
+        the rows of up follow all rows of gate, and both are put in turns."""
         shapes = [self._shape(tensor) for tensor in self._tensors]
         shape = (self._experts, sum(outputs for outputs, _ in shapes), shapes[0][1])
         if in_turns and not self._transposed and self._tensors[0].shape.numpy() == shape:
@@ -343,8 +352,8 @@ def _arranged(
     *,
     take_turns: bool = False,
 ) -> ir.Value:
-    """The initializer of `arrange(parts)`, shared by layers that share parameters. take_turns: `arrange` is
-    `_take_turns`, of parts [E, N, K]."""
+    """The initializer of `arrange(parts)`, shared by layers that share parameters. take_turns:
+    `arrange` is `_take_turns`, of parts [E, N, K]."""
     name = f"{parts[0].name}_arranged"
     if name not in graph.initializers:
         tensors = [_parameter(part) for part in parts]
@@ -386,14 +395,15 @@ def _replace_and_drop(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
 
 
 def align_row_sums(model: ir.Model) -> None:
-    """Pad rows that are summed with zeros, in place, to a length at which every row is aligned alike."""
+    """Pad rows that are summed with zeros, in place, to a length at which every row is aligned
+    alike."""
     for node in list(model.graph):
         length = _summed_length(node)
-        if length is not None and length % _ALIGNED and length & (length - 1):
+        if length is not None and length % _ALIGNMENT_NUMBERS and length & (length - 1):
             source = node.inputs[0]
             assert source is not None
             assert source.shape is not None
-            padding = -length % _ALIGNED
+            padding = -length % _ALIGNMENT_NUMBERS
             ends = np.array([*[0] * (2 * len(source.shape) - 1), padding], dtype=np.int64)
             pads = initializer(model.graph, f"pads_{len(source.shape)}_{padding}", ends)
             padded = insert(node, "Pad", [source, pads], [*source.shape[:-1], length + padding])
@@ -401,7 +411,8 @@ def align_row_sums(model: ir.Model) -> None:
 
 
 def _summed_length(node: ir.Node) -> int | None:
-    """How many numbers `node` sums in each row, if they are few, known, and the last axis alone."""
+    """The number of numbers that `node` sums in each row, if it sums only the last axis and its
+    size is known and small."""
     source = node.inputs[0] if node.op_type == "ReduceSum" and len(node.inputs) == 2 else None
     if source is None or source.shape is None or node.inputs[1] is None:
         return None
@@ -409,14 +420,27 @@ def _summed_length(node: ir.Node) -> int | None:
     if axes is None or axes.numpy().tolist() not in ([-1], [len(source.shape) - 1]):
         return None
     is_float = source.dtype is not None and source.dtype.is_floating_point()
-    return length if is_float and isinstance(length, int) and length <= _MOST else None
+    return length if is_float and isinstance(length, int) and length <= _MAX_ROW_NUMBERS else None
 
 
 def adapt_layers(model: ir.Model, interface: Interface, root: str) -> Interface:
-    """Let adapters change the linear layers of `model` that `decoder.linear_layers_marked` marked, in place; returns
-    the interface with these layers. Every call of a layer must read and return [B, S, n], in the main graph: rows
-    without an order, or inside of a loop, cannot be matched with adapters. root: the beginning of the markers' paths
-    that is no part of a layer's name. Raises UnsupportedModelError if no layer is left."""
+    """Add the products of adapters to the linear layers that `decoder.linear_layers_marked` marked,
+    in place.
+
+    Every call of a layer must read and return [B, S, n] in the main graph: rows without an order,
+    or inside of a loop, cannot be matched with adapters.
+
+    Args:
+        model: the graph.
+        interface: the interface of the graph without adapters.
+        root: the beginning of the markers' paths that does not belong to the layers' names.
+
+    Returns:
+        The interface with the adapted layers.
+
+    Raises:
+        UnsupportedModelError: no layer can be adapted.
+    """
     layers: list[Layer] = []
     others = set()
     for node in [node for node in model.graph.all_nodes() if ADAPTED_PATH in node.metadata_props]:

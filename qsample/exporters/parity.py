@@ -1,11 +1,12 @@
-"""A decode graph and the logits of its original model enter; the measured difference leaves, or a ParityError.
+"""A decode graph and the logits of its original model enter; the measured difference leaves, or a
+ParityError.
 
-The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged batch of prompts, of a
-padded later chunk and of a decode step, and (with a sampler) greedy tokens with the argmax. These are three calls,
-because each reads all weights; the states that they leave are compared with the states after the same tokens in one
-piece. Attention windows that are longer than all prompts are made smaller, in the model and in the graph alike. The
-gate knows arrays and graphs only: the caller makes the reference.
-"""
+The gate runs before a package is published. Teacher-forced, it compares every logit of a ragged
+batch of prompts, of a padded later chunk and of a decode step, and (with a sampler) greedy tokens
+with the argmax. These are three calls, because each reads all weights; the states that they leave
+are compared with the states after the same tokens in one piece. Attention windows that are longer
+than all prompts are made smaller, in the model and in the graph alike. The gate knows arrays and
+graphs only: the caller makes the reference."""
 
 from __future__ import annotations
 
@@ -28,20 +29,29 @@ from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 
-# Largest difference per unit of the largest logit. Rounding alone stays a factor of several below (float32: 1e-5).
+# Largest difference per unit of the largest logit. Rounding alone stays a factor of several below
+# (float32: 1e-5).
 TOLERANCES: Final = {"float32": 1e-4, "float16": 3e-2}
 _PROMPT_LENGTHS: Final = (9, 4, 14)
-_BEYOND: Final = 3  # tokens by which a prompt exceeds a window: only there is a window seen to work
-_LONGEST_WINDOW: Final = (
-    640  # from here on the prompt would cost too much, in attention that is quadratic here
-)
-_CHUNK: Final = 3  # tokens of the padded later chunk, and its padding
-_PADDING: Final = 2
-CONTINUED: Final = _CHUNK + 1  # tokens after each prompt: the chunk and a step
+# A window has an effect only on prompts that exceed it; they do so by this many tokens.
+_TOKENS_BEYOND_WINDOW: Final = 3
+# The attention of the reference takes time quadratic in the length, so no prompt exceeds a longer
+# window.
+_MAX_PASSED_WINDOW: Final = 640
+# The later chunk has this many tokens, and this many tokens of padding.
+_CHUNK_TOKENS: Final = 3
+_PADDING_TOKENS: Final = 2
+# The tokens after each prompt are the chunk and a step.
+CONTINUATION_TOKENS: Final = _CHUNK_TOKENS + 1
 
 
 class Narrowed(NamedTuple):
-    """The last row of a `Reference`, [CONTINUED + 1, V], with smaller attention windows: old size → new size."""
+    """The last row of a `Reference` with smaller attention windows.
+
+    Attributes:
+        windows: the size of each window → its smaller size.
+        logits: [CONTINUATION_TOKENS + 1, V].
+    """
 
     windows: Mapping[int, int]
     logits: Array
@@ -49,14 +59,16 @@ class Narrowed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageReference:
-    """What the original model makes of a prompt of n tokens with images.
+    """The results of the original model for a prompt of n tokens with images.
 
     Attributes:
-        prompt, following: token ids, placeholders included, and the token after them.
+        prompt: the token ids, which include placeholders.
+        following: the token after the prompt.
         rows: [n] int32, the contract's `image_rows`.
         features: [F, C] float32, the contract's `image_features`.
         logits: [2, V], after the prompt and after the token that follows.
-        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None for positions of one part.
+        offsets: [n + 1, 3] int32, the contract's `position_offsets`; None for positions of one
+            part.
     """
 
     prompt: list[int]
@@ -72,12 +84,13 @@ class Reference:
     """Logits of the original model: after prompts, and after each of the tokens that follow.
 
     Attributes:
-        prompts: token ids, a row each.
-        continuations: [rows, CONTINUED].
-        logits: a row each, [CONTINUED + 1, V].
-        narrowed: for windows that are too long for a prompt, if the model lets them be made smaller.
-        windows: in words, how the model's attention windows are compared.
-        images: of packages that read images.
+        prompts: the token ids of each row.
+        continuations: [rows, CONTINUATION_TOKENS].
+        logits: [CONTINUATION_TOKENS + 1, V] for each row.
+        narrowed: the results with smaller windows, if a window is too long for a prompt and can be
+            made smaller.
+        windows: how the model's attention windows are compared, in words.
+        images: the results for a prompt with images, if the package reads images.
     """
 
     prompts: list[list[int]]
@@ -90,8 +103,18 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """The figures of a passed gate. Errors are absolute differences of logits; `scale` is the largest |logit|;
-    `windows` as in `Reference`."""
+    """The figures of a passed gate.
+
+    Attributes:
+        max_error: the largest absolute difference of logits.
+        scale: the largest |logit|.
+        tolerance: the largest accepted difference.
+        rows: the number of prompts.
+        longest_prompt: the tokens of the longest prompt.
+        attention_layers: the number of layers with a GroupQueryAttention.
+        plain_attention_layers: the number of layers that attend through plain operators.
+        windows: how attention windows were compared; see `Reference`.
+    """
 
     max_error: float
     scale: float
@@ -104,8 +127,8 @@ class Parity:
 
 
 def rounded_up(error: float, tolerance: float) -> float:
-    """A measured error for the manifest: the next power of ten, or the tolerance, because its digits depend on the
-    number of threads; without a tolerance, two digits."""
+    """A measured error for the manifest: the next power of ten, or the tolerance, because its
+    digits depend on the number of threads; without a tolerance, two digits."""
     if not 0 < error < math.inf:
         return error
     return (
@@ -123,7 +146,8 @@ class Compared(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The largest difference; NaN if either side holds a NaN. Equal infinities do not differ."""
+        """The largest difference; NaN if either side holds a NaN. Equal infinities do not
+        differ."""
         with np.errstate(invalid="ignore"):
             return float(
                 np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max()
@@ -139,17 +163,21 @@ class Difference(NamedTuple):
 
 
 def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list[int], list[int]]:
-    """The lengths of the prompts of a `Reference`, in order, and the attention `windows` that the last prompt exceeds.
-    context: the positions that the model knows; None for any number. Raises UnsupportedModelError if it has no room for
-    a prompt and the tokens after it."""
-    longest = (context or 2**20) - CONTINUED - 1
+    """The lengths of the prompts of a `Reference`, in order, and the attention `windows` that the
+    last prompt exceeds. context: the positions that the model knows; None for any number. Raises
+    UnsupportedModelError if it has no room for a prompt and the tokens after it."""
+    longest = (context or 2**20) - CONTINUATION_TOKENS - 1
     if longest < 1:
         raise UnsupportedModelError(
-            f"the model knows {context} positions (max_position_embeddings); it needs {CONTINUED + 2} to be "
+            f"the model knows {context} positions (max_position_embeddings); it needs {CONTINUATION_TOKENS + 2} to be "
             "compared with its graph. Correct its config.json"
         )
-    passed = [size for size in windows if size < _LONGEST_WINDOW and size + _BEYOND <= longest]
-    beyond = [max(passed) + _BEYOND] if passed else []
+    passed = [
+        size
+        for size in windows
+        if size < _MAX_PASSED_WINDOW and size + _TOKENS_BEYOND_WINDOW <= longest
+    ]
+    beyond = [max(passed) + _TOKENS_BEYOND_WINDOW] if passed else []
     return sorted({min(length, longest) for length in (*_PROMPT_LENGTHS, *beyond)}), passed
 
 
@@ -162,16 +190,22 @@ def check(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Parity:
-    """Compare the decode graph in `folder` with `expected`. Its logits are read even if it does not return them.
+    """Compare the decode graph in `folder` with `expected`. Its logits are read even if it does not
+    return them.
 
     Args:
-        folder: of decoder.onnx and initial_state.onnx.
-        plain_attention_layers: how many layers attend through plain operators.
-        tolerance: largest difference per unit of the largest logit; by default from TOLERANCES, by the graph's dtype.
+        folder: the folder with decoder.onnx and initial_state.onnx.
+        interface: the interface of the graph.
+        expected: the results of the original.
+        plain_attention_layers: the number of layers that attend through plain operators.
+        tolerance: the largest difference per unit of the largest logit; by default the graph's
+            dtype decides (TOLERANCES).
         original: the name of the original in messages.
 
-    Raises ParityError, with the figures, if a logit or a state differs by more than the tolerance, if a greedy token is
-    not the argmax, or unless each other attention layer has exactly one GroupQueryAttention.
+    Raises:
+        ParityError: a logit or a state differs by more than the tolerance, a greedy token is not
+            the argmax, or not every other attention layer has exactly one GroupQueryAttention. The
+            message has the figures.
     """
     model = return_logits(load_graph(folder / "decoder.onnx"))
     attentions = len(gqa.attentions(model.graph))
@@ -184,10 +218,10 @@ def check(
     longest = max(map(len, expected.prompts))
 
     images = expected.images
-    most = max(longest + CONTINUED, 0 if images is None else len(images.prompt) + 1)
+    most = max(longest + CONTINUATION_TOKENS, 0 if images is None else len(images.prompt) + 1)
 
     def run(model: ir.Model) -> GraphRunner:
-        capacity = most + _PADDING
+        capacity = most + _PADDING_TOKENS
         return GraphRunner(model, folder, interface, capacity, weights_mapped=True)
 
     runner = run(model)
@@ -224,7 +258,8 @@ def compare(
     tolerance: float | None = None,
     original: str = "the eager model",
 ) -> Difference:
-    """How far the graph's logits are from the original's, over all calls of the `parts` by name; else as `check`."""
+    """How far the graph's logits are from the original's, over all calls of the `parts` by name;
+    else as `check`."""
     wanted = np.concatenate(
         [np.abs(call.wanted).ravel() for calls in parts.values() for call in calls]
     )
@@ -248,24 +283,27 @@ def compare(
 def _in_few_calls(
     runner: GraphRunner, interface: Interface, expected: Reference
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
-    """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a step of every row.
-    And each state of the longest after them, beside the state of a further row of the batch that read the same tokens
-    in one piece: it shows a wrong state that no logit has shown yet, such as the state of a step that is not kept."""
+    """The calls by name: the prompts as a ragged batch, a padded later chunk of the longest, and a
+    step of every row. And each state of the longest after them, beside the state of a further row
+    of the batch that read the same tokens in one piece: it shows a wrong state that no logit has
+    shown yet, such as the state of a step that is not kept."""
     longest, continued = expected.prompts[-1], expected.continuations[-1]
     prompts = [*expected.prompts, longest + continued]
     state = runner.start(len(prompts))
     logits = _logits(runner, *_ragged(prompts), state)
     prefill = Compared(
-        logits, np.stack([*(row[0] for row in expected.logits), expected.logits[-1][CONTINUED]])
+        logits,
+        np.stack([*(row[0] for row in expected.logits), expected.logits[-1][CONTINUATION_TOKENS]]),
     )
     in_one_piece = {name: values[-1:].copy() for name, values in state.items()}
 
     row = {name: values[-2:-1].copy() for name, values in state.items()}
-    logits = _logits(runner, *_ragged([continued[:_CHUNK]], _PADDING), row)
-    chunk = Compared(logits, expected.logits[-1][None, _CHUNK])
+    logits = _logits(runner, *_ragged([continued[:_CHUNK_TOKENS]], _PADDING_TOKENS), row)
+    chunk = Compared(logits, expected.logits[-1][None, _CHUNK_TOKENS])
 
     state = {name: np.concatenate([values[:-2], row[name]]) for name, values in state.items()}
-    done = [0] * (len(expected.prompts) - 1) + [_CHUNK]  # tokens of each continuation
+    # The chunk has been read after the longest prompt only.
+    done = [0] * (len(expected.prompts) - 1) + [_CHUNK_TOKENS]
     tokens = [[row[count]] for row, count in zip(expected.continuations, done, strict=True)]
     logits = _logits(runner, *_ragged(tokens), state)
     step = Compared(
@@ -280,8 +318,9 @@ def _in_few_calls(
 def _with_images(
     runner: GraphRunner, interface: Interface, expected: Reference, images: ImageReference
 ) -> tuple[dict[str, list[Compared]], dict[str, Compared]]:
-    """As `_in_few_calls`: a batch of a text and the prompt with images, a step of both, and that prompt in two pieces,
-    cut within the last image (between images if its tokens see each other)."""
+    """As `_in_few_calls`: a batch of a text and the prompt with images, a step of both, and that
+    prompt in two pieces, cut within the last image (between images if its tokens see each
+    other)."""
     text, n = expected.prompts[0], len(images.prompt)
     state = runner.start(2)
     ids, lengths = _ragged([text, images.prompt])
@@ -308,8 +347,8 @@ def _with_images(
 
 
 def _image_inputs(images: ImageReference, piece: slice, before: int = 0) -> dict[str, Array]:
-    """The inputs of a call that reads that piece of the prompt with images in its last row; in rows before it, if
-    `before` is not 0, a text."""
+    """The inputs of a call that reads that piece of the prompt with images in its last row; in rows
+    before it, if `before` is not 0, a text."""
     rows, n = np.append(images.rows, -1)[piece], 2 if before else 1
     used = rows[rows >= 0]
     first, end = (int(used.min()), int(used.max()) + 1) if len(used) else (0, 1)
@@ -335,7 +374,8 @@ def _states(
 
 
 def _compare_states(states: Mapping[str, Compared], relative: float) -> None:
-    """Raise ParityError if one of the `states` by name differs by more than `relative` of its largest number."""
+    """Raise ParityError if one of the `states` by name differs by more than `relative` of its
+    largest number."""
     for name, state in states.items():
         most = relative * float(np.abs(state.wanted).max(initial=0.0))
         if not state.error <= most:  # NaN must not pass
@@ -346,7 +386,8 @@ def _compare_states(states: Mapping[str, Compared], relative: float) -> None:
 
 
 def _ragged(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Array, Array]:
-    """Token ids [rows, S], filled with 0 up to the longest row and `padding` more, and lengths [rows]."""
+    """Token ids [rows, S], filled with 0 up to the longest row and `padding` more, and lengths
+    [rows]."""
     lengths = np.array([len(row) for row in rows])
     ids = np.zeros((len(rows), max(lengths) + padding), np.int64)
     for filled, row in zip(ids, rows, strict=True):
@@ -369,7 +410,8 @@ def _logits(
     state: dict[str, Array],
     images: Mapping[str, Array] | None = None,
 ) -> Array:
-    """[rows, V]; ParityError if a sampler in the graph does not take the largest. A NaN is left to `compare`."""
+    """[rows, V]; ParityError if a sampler in the graph does not take the largest. A NaN is left to
+    `compare`."""
     results = runner.step(ids, lengths, state, images)
     logits = results[LOGITS.name]
     is_greedy = "next_ids" not in results or np.array_equal(

@@ -1,5 +1,6 @@
-"""A graph that returns logits enters; the ONNX files and the manifest of a portable package leave: the sampler, joined
-to the graph or next to it, and `initial_state.onnx`, the starting value of every state."""
+"""A graph that returns logits enters; the ONNX files and the manifest of a portable package leave:
+the sampler, joined to the graph or next to it, and `initial_state.onnx`, the starting value of
+every state."""
 
 from __future__ import annotations
 
@@ -47,11 +48,18 @@ class Draft:
     """A portable package before it is written: from an export or a bake.
 
     Attributes:
-        model: returns logits; its inputs and outputs are as in `interface.model`.
-        expected: the logits of the original.
-        original, tolerance, plain_attention_layers: as in `parity.check`.
-        libraries: distributions, besides qsample, onnxruntime and onnx, whose versions the manifest shall name.
-        images: the manifest's.
+        model: the graph up to its logits, with the inputs and outputs of `interface.model`.
+        interface: the interface of the package.
+        expected: the results of the original.
+        source: the origin of the model.
+        token_ids: the ids that the runtime needs.
+        max_position_embeddings: the number of positions that the model knows; None for any number.
+        original: see `parity.check`.
+        tolerance: see `parity.check`.
+        plain_attention_layers: see `parity.check`.
+        libraries: the distributions, besides qsample, onnxruntime and onnx, whose versions the
+            manifest names.
+        images: the manifest's `images`.
     """
 
     model: ir.Model
@@ -68,10 +76,21 @@ class Draft:
 
 
 def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = False) -> Manifest:
-    """Write the graphs of `draft`, whose model is changed, into `folder`, and pass them through the parity gate.
-    Returns the manifest; `package.PackageWriter.finish` adds the files. stages: has WRITING_WEIGHTS and COMPARING.
-    refer: leave weights that lie in other files there (`weights.save_beside`), for a package that is not published.
-    Raises ParityError, as `parity.check` does, and for graphs that do not run."""
+    """Write the graphs of a draft into `folder`, and pass them through the parity gate.
+
+    Args:
+        draft: the draft, whose model is changed.
+        folder: the folder of the package.
+        stages: the stages of the whole work, which include WRITING_WEIGHTS and COMPARING.
+        refer: whether weights stay in other files (`weights.save_beside`), for a package that is
+            not published.
+
+    Returns:
+        The manifest, to which `package.PackageWriter.finish` adds the files.
+
+    Raises:
+        ParityError: the graphs do not run, or `parity.check` raises it.
+    """
     interface = draft.interface
     stages.begin(Stage.WRITING_WEIGHTS)
     packed = packed_weights(draft.model)
@@ -114,8 +133,11 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
 def write_graphs(
     model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
 ) -> None:
-    """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` next to `decoder.onnx`.
-    pad_token_id: `next_ids` of a row that emitted nothing. refer: as in `write_draft`."""
+    """Write every ONNX file of `interface.graphs` into `folder`, and the weights of `model` next to
+    `decoder.onnx`.
+
+    pad_token_id: the `next_ids` of a row that emitted nothing. refer: see `write_draft`.
+    """
     sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
@@ -130,7 +152,8 @@ def write_graphs(
 
 
 def packed_weights(model: ir.Model) -> dict[str, Any] | None:
-    """The manifest's figures of weights that came quantized; None without them."""
+    """The manifest's figures of weights that were quantized already; None if there are no such
+    weights."""
     packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
     if not packed:
         return None
@@ -147,13 +170,15 @@ def packed_weights(model: ir.Model) -> dict[str, Any] | None:
 
 
 def _versions(libraries: Sequence[str]) -> dict[str, str]:
-    """ONNX Runtime has several distributions, so it is asked itself."""
+    """The version of each library by its name."""
+    # ONNX Runtime has several distributions, so its module states the version.
     installed = {name: version(name) for name in (*libraries, "onnx")}
     return {"qsample": qsample.__version__, "onnxruntime": str(ort.__version__), **installed}
 
 
 def build_initial_state(interface: Interface) -> ir.Model:
-    """`initial_state.onnx`: `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1 → every retained state."""
+    """`initial_state.onnx`: `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1 →
+    every retained state."""
     seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
     graph = ir.Graph(
         [seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state"

@@ -1,16 +1,19 @@
-"""A graph with a single node for each layer that repeats another enters; the graph of all layers leaves.
+"""A graph with a single node for each layer that repeats another enters; the graph of all layers
+leaves.
 
-`repeated_layers.standing_in` traced the first of several equal layers between two markers. A copy of the nodes between
-these reads another layer's weights and states, and takes the place of that layer's node. Nodes that depend neither
-on the layer's hidden states nor on its states or weights, such as masks and rotations, are shared.
+`repeated_layers.standing_in` traced the first of several equal layers between two markers. A copy
+of the nodes between these reads another layer's weights and states, and takes the place of that
+layer's node. Nodes that depend neither on the layer's hidden states nor on its states or weights,
+such as masks and rotations, are shared.
 
-In the meantime the first layer's weights are inputs of the graph, so that nothing is computed from their numbers.
-"""
+In the meantime the first layer's weights are inputs of the graph, so that nothing is computed from
+their numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import onnx_ir as ir
 from onnx_ir.tensor_adapters import TorchTensor
@@ -30,7 +33,8 @@ from qsample.transforms.markers import (
 from qsample.transforms.repeated_layers import DecoderLayers, RepeatedLayers
 
 # A number of a tensor becomes a size, and torch may reason about it: JetMoE's rows of each expert.
-_TORCH_NODE, _SCALAR = "pkg.torch.onnx.fx_node", "_local_scalar_dense"
+_TORCH_NODE: Final = "pkg.torch.onnx.fx_node"
+_SCALAR: Final = "_local_scalar_dense"
 
 
 class NotRepeatedError(Exception):
@@ -39,23 +43,31 @@ class NotRepeatedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The groups of equal layers of a model, all its layers, and all its weights by name."""
+    """The repeated layers of a model.
+
+    Attributes:
+        groups: the groups of equal layers.
+        layers: all layers.
+        tensors: all weights by name.
+    """
 
     groups: Sequence[RepeatedLayers]
     layers: DecoderLayers
     tensors: Mapping[str, Tensor]
 
     def copied_states(self) -> dict[str, str]:
-        """The name of each state outside of the trace → the name of the first layer's."""
-        names = self.layers.state_names
-        pairs = [
-            (names(layer), names(group.first)) for group in self.groups for layer in group.others
-        ]
-        return {name: like for pair in pairs for name, like in zip(*pair, strict=True)}
+        """The name of each state outside of the trace → the name of the first layer's state."""
+        copied: dict[str, str] = {}
+        for group in self.groups:
+            first_names = self.layers.state_names(group.first)
+            for layer in group.others:
+                copied.update(zip(self.layers.state_names(layer), first_names, strict=True))
+        return copied
 
 
 def open_weights(model: ir.Model, repetition: Repetition) -> dict[str, ir.Value]:
-    """Make the weights of the first layer of each group inputs of `model`, in place; returns them by name."""
+    """Make the weights of the first layer of each group inputs of `model`, in place; returns them
+    by name."""
     graph = model.graph
     names = [
         group.prefix(group.first) + name for group in repetition.groups for name in group.weights
@@ -74,9 +86,19 @@ def repeat_layers(
     traced: GraphSpec,
     spec: GraphSpec,
 ) -> None:
-    """Put copies of first layers in the places of the other layers' nodes, in place. opened: the result of
-    `open_weights`; it becomes constants again. `traced` describes the inputs and outputs before, `spec` after. Raises
-    NotRepeatedError if a first layer is more than a function of its inputs; `model` is of no use then."""
+    """Replace the nodes of the other layers by copies of the first layers, in place.
+
+    Args:
+        model: the traced graph.
+        repetition: the repeated layers.
+        opened: the result of `open_weights`; these values become constants again.
+        traced: the inputs and outputs before.
+        spec: the inputs and outputs afterwards.
+
+    Raises:
+        NotRepeatedError: a first layer is more than a function of its inputs; `model` cannot be
+            used any more.
+    """
     graph = model.graph
     for name, value in opened.items():
         graph.inputs.remove(value)
@@ -107,8 +129,15 @@ def repeat_layers(
 
 @dataclass(frozen=True, slots=True)
 class _FirstLayer:
-    """The layer of `group` that was traced. Inputs and outputs: its hidden states, then its retained states, before and
-    after. weights: with their names in the layer. nodes: the nodes that a copy needs, in graph order."""
+    """The traced layer of a group.
+
+    Attributes:
+        group: the group.
+        inputs: the hidden states, then the retained states, before the layer.
+        outputs: the hidden states, then the retained states, after the layer.
+        weights: the layer's weights, with their names in the layer.
+        nodes: the nodes that a copy needs, in graph order.
+    """
 
     group: RepeatedLayers
     inputs: Sequence[ir.Value]
@@ -153,7 +182,8 @@ def _first_layer(
 def _put_copy(
     graph: ir.Graph, node: ir.Node, first: _FirstLayer, repetition: Repetition
 ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-    """Put a copy of `first` in the place of `node`; returns its retained states, before and after, by name."""
+    """Put a copy of `first` in the place of `node`; returns its retained states, before and after,
+    by name."""
     group, layer = first.group, node.attributes[LAYER].as_int()
     names = repetition.layers.state_names(layer)
     states = {name: _like(value, name) for name, value in zip(names, first.inputs[1:], strict=True)}
@@ -174,7 +204,8 @@ def _put_copy(
 def _nodes(
     graph: ir.Graph, begin: ir.Node, end: ir.Node, weights: set[ir.Value], markers: set[ir.Node]
 ) -> list[ir.Node]:
-    """The nodes between two markers that depend on the first of them or on the layer's weights, in graph order."""
+    """The nodes between two markers that depend on the first of them or on the layer's weights, in
+    graph order."""
     needed = ancestors(end.inputs, stop={begin})
     inside = {*begin.outputs, *weights}
     nodes = []

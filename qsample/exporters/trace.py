@@ -1,4 +1,5 @@
-"""A torch module over named tensors enters; its ONNX graph, simplified, with the contract's names and axes, leaves."""
+"""A torch module over named tensors enters; its ONNX graph, simplified, with the contract's names
+and axes, leaves."""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ from qsample.transforms.markers import ADAPTED_PATH
 from qsample.transforms.repeated_layers import DecoderLayers, find_repeated_layers, standing_in
 
 _logger = logging.getLogger(__name__)
-# Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all differ, so that two
-# axes that merely look alike are kept apart.
+# Every dynamic axis is traced at two or more: torch.export specialises an axis of size 1. They all
+# differ, so that two axes that merely look alike are kept apart.
 _TRACE_SIZES: Final = {BATCH: 2, SEQUENCE: 3, CAPACITY: 32, IMAGE_TOKENS: 5}
-_REASON = 400  # characters of the exporter's message
-_FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+_MAX_REASON_CHARACTERS: Final = 400
+_FLOAT: Final = ir.DataType.FLOAT
+_BFLOAT16: Final = ir.DataType.BFLOAT16
 # The operators that ONNX Runtime's CPU has for bfloat16.
-_OF_BFLOAT16: Final = (
+_BFLOAT16_OPERATORS: Final = (
     "Cast",
     "Reshape",
     "Squeeze",
@@ -48,7 +50,8 @@ _OF_BFLOAT16: Final = (
 )
 _ROUNDS: Final = 2  # a rule makes constants, and folding these makes work for rules
 
-# onnxscript's rules except the rules that round: batch norms into their neighbours, and its version of `_exact_no_ops`.
+# onnxscript's rules except the rules that round: batch norms into their neighbours, and its version
+# of `_exact_no_ops`.
 _RULES: Final = (
     rules.dropout_zero_rule,
     rules.dropout_inference_rule,
@@ -85,8 +88,13 @@ _RULES: Final = (
 
 
 class _InOrder(nn.Module):
-    """Calls a module that maps names to tensors, and returns its results in graph order. copied: names outside of the
-    graph's inputs → the input whose tensor they get."""
+    """Calls a module that maps names to tensors, and returns its results in the order of the graph.
+
+    Attributes:
+        output_names: the names of the results in order.
+        copied: the names that are no inputs of the graph → the input whose tensor the module gets
+            for them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -95,9 +103,8 @@ class _InOrder(nn.Module):
         self.copied: Mapping[str, str] = {}
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        results = self.module(
-            {**inputs, **{name: inputs[like] for name, like in self.copied.items()}}
-        )
+        copies = {name: inputs[like] for name, like in self.copied.items()}
+        results = self.module({**inputs, **copies})
         return tuple(results[name] for name in self.output_names)
 
 
@@ -110,16 +117,21 @@ def trace(
     adapted: bool = False,
     examples: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ir.Model:
-    """Export `module` to an ONNX model with the inputs and outputs of `spec`; the weights stay in the module's memory.
+    """Export `module` to an ONNX model with the inputs and outputs of `spec`; the weights stay in
+    the module's memory.
 
     Args:
-        module: its `forward(inputs)` maps a dict of all `spec.input_names` to a dict of all `spec.output_names`.
+        module: a module whose `forward(inputs)` maps a dict of all `spec.input_names` to a dict of
+            all `spec.output_names`.
+        spec: the inputs, states and outputs of the graph.
         sizes: the size of each named axis that the model fixes (`Interface.sizes`).
-        layers: the module's layers; of equal layers, only the first is traced. None traces everything.
-        adapted: leave a marker after each linear layer, for `lowering.adapt_layers`.
-        examples: inputs to trace with, by name; their named axes without an entry in `sizes` are free.
+        layers: the module's layers; only the first of equal layers is traced. None traces
+            everything.
+        adapted: whether each linear layer is followed by a marker for `lowering.adapt_layers`.
+        examples: the inputs of the trace by name; named axes without an entry in `sizes` are free.
 
-    Raises UnsupportedModelError if no static graph can express the module.
+    Raises:
+        UnsupportedModelError: no static graph can express the module.
     """
     root = _InOrder(module).eval()
     with linear_layers_marked(root) if adapted else nullcontext():
@@ -146,17 +158,14 @@ def marked_paths(model: ir.Model) -> dict[ir.Node, str]:
 def _trace_first_layers(
     root: _InOrder, spec: GraphSpec, sizes: Mapping[str, int], layers: DecoderLayers
 ) -> ir.Model | None:
-    """The whole graph, from a trace of the first of equal layers; None if no layer can be a copy of another."""
+    """The whole graph, from a trace of the first of equal layers; None if no layer can be a copy of
+    another."""
     groups = find_repeated_layers(root, layers)
     if not groups:
         return None
-    weights = (
-        root.named_parameters(remove_duplicate=False),
-        root.named_buffers(remove_duplicate=False),
-    )
-    repetition = Repetition(
-        groups, layers, {name: tensor for named in weights for name, tensor in named}
-    )
+    weights: dict[str, Tensor] = dict(root.named_parameters(remove_duplicate=False))
+    weights.update(root.named_buffers(remove_duplicate=False))
+    repetition = Repetition(groups, layers, weights)
     copied = repetition.copied_states()
     traced = replace(spec, states=tuple(state for state in spec.states if state.name not in copied))
     try:
@@ -170,7 +179,8 @@ def _trace_first_layers(
     except (NotRepeatedError, UnsupportedModelError) as error:
         _logger.debug("every layer is traced: %s", error)
         return None
-    optimizer.fold_constants_ir(model, onnx_shape_inference=False)  # what depends on weights alone
+    # Nodes that depend only on weights become constants.
+    optimizer.fold_constants_ir(model, onnx_shape_inference=False)
     return model
 
 
@@ -181,14 +191,17 @@ def _export(
     copied: Mapping[str, str] = MappingProxyType({}),
     examples: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> ir.Model:
-    """The graph of `root` as torch writes it. copied: as in `_InOrder`. examples: as in `trace`."""
+    """The graph of `root` as torch writes it.
+
+    copied: see `_InOrder`. examples: see `trace`.
+    """
     root.output_names, root.copied = spec.output_names, copied
     given = (*spec.inputs, *spec.states)
     inputs = {
         **{one.name: _example(one, sizes) for one in given if one.name not in examples},
         **examples,
     }
-    # torch.export finds out by itself of what number the size of another axis has to be a multiple.
+    # torch.export finds out by itself if the size of another axis has to be a multiple of a number.
     free = {
         axis
         for tensor in given
@@ -209,9 +222,8 @@ def _export(
         _without_torchvision_notice(),
         _without_graphs_of_failures(),
     ):
-        warnings.simplefilter(
-            "ignore"
-        )  # the exporter warns of deprecations in itself; no user can act on them
+        # The exporter warns of deprecations in its own code, which no user can act on.
+        warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
                 root,
@@ -225,7 +237,7 @@ def _export(
             )
         except OnnxExporterError as error:
             cause = error.__cause__ or error
-            reason = " ".join(str(cause).split())[:_REASON]
+            reason = " ".join(str(cause).split())[:_MAX_REASON_CHARACTERS]
             raise UnsupportedModelError(
                 f"the model does something that ONNX or torch.export cannot express: {type(cause).__name__}: {reason}; "
                 "docs/architectures.md lists the model types that can be exported"
@@ -236,14 +248,17 @@ def _export(
 
 
 def compute_in_float32(model: ir.Model) -> bool:
-    """Compute in float32, and round, all that `model` computes in bfloat16, in place; returns whether anything changed.
-    The CPU has no such kernels, and even a float32 Falcon has its biases by distance in bfloat16."""
+    """Compute in float32, and round, everything that `model` computes in bfloat16, in place;
+    returns whether anything changed.
+
+    The CPU has no such kernels, and even a float32 Falcon computes its biases by distance in
+    bfloat16."""
     modified = False
     for node in list(model.graph.all_nodes()):
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
         if (
             node.domain
-            or node.op_type in _OF_BFLOAT16
+            or node.op_type in _BFLOAT16_OPERATORS
             or all(value.dtype != _BFLOAT16 for value in values)
         ):
             continue
@@ -261,7 +276,8 @@ def compute_in_float32(model: ir.Model) -> bool:
 
 @contextmanager
 def _without_torchvision_notice() -> Iterator[None]:
-    """The exporter reports each of torchvision's operators as not installed. Language models use none of them."""
+    """The exporter reports each of torchvision's operators as not installed. Language models use
+    none of them."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("torchvision is not installed")
@@ -276,7 +292,8 @@ def _without_torchvision_notice() -> Iterator[None]:
 
 @contextmanager
 def _without_graphs_of_failures() -> Iterator[None]:
-    """Before it raises, torch prints the code of its trace: thousands of lines, for a refusal of a single line."""
+    """Before it raises, torch prints the code of its trace: thousands of lines, for a refusal of a
+    single line."""
     import torch.export._trace as module
 
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -291,7 +308,8 @@ def _without_graphs_of_failures() -> Iterator[None]:
 
 
 def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> Tensor:
-    """A tensor of the spec's dtype and shape: an empty cache, or all 1: a valid id, length and scale."""
+    """A tensor of the spec's dtype and shape: an empty cache, or all 1: a valid id, length and
+    scale."""
     shape = spec.shape({**_TRACE_SIZES, **sizes})
     value = 0 if CAPACITY in spec.axes else 1
     return torch.full(shape, value, dtype=getattr(torch, spec.dtype))
@@ -310,8 +328,9 @@ def simplify(model: ir.Model) -> None:
 
 
 def finish(model: ir.Model, output_names: list[str]) -> None:
-    """Make constants initializers, and equal constants and nodes one, in place; the outputs get their names last: an
-    output that is an input, or another output, gets a separate node on the way."""
+    """Make constants initializers, and equal constants and nodes one, in place; the outputs get
+    their names last: an output that is an input, or another output, gets a separate node on the
+    way."""
     ir.passes.Sequential(
         passes.RemoveUnusedNodesPass(),
         passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]

@@ -1,9 +1,10 @@
-"""A Hugging Face model that reads images enters; vision.onnx, compared with the model's tower, leaves.
+"""A Hugging Face model that reads images enters; vision.onnx, compared with the model's tower,
+leaves.
 
-The tower computes in float32; weights that are stored in half precision stay so, and the result has the interface's
-dtype. The comparison runs the graph as the runtime does: fusions for ONNX Runtime have turned a rotation in two
-dimensions into one in a single dimension (https://github.com/onnxruntime/mobius/issues/151).
-"""
+The tower computes in float32; weights that are stored in half precision stay so, and the result has
+the interface's dtype. The comparison runs the graph as the runtime does: fusions for ONNX Runtime
+have turned a rotation in two dimensions into one in a single dimension
+(https://github.com/onnxruntime/mobius/issues/151)."""
 
 from __future__ import annotations
 
@@ -31,22 +32,27 @@ from qsample.ort.session import VISION
 from qsample.transforms.deferred import computing
 from qsample.transforms.vision import RandomImage, VisionModule, attention_of, vision_module
 
-# Rows and columns of features, or of tiles, of the images that are compared: fewer and more than in the trace.
-_SIZES: Final = ((2, 3), (5, 6), (1, 7))
-_TILES: Final = ((1, 2), (1, 1), (3, 1))
+# The compared images have fewer or more rows and columns, of features or of tiles, than the image
+# in the trace.
+_FEATURE_SIZES: Final = ((2, 3), (5, 6), (1, 7))
+_TILE_SIZES: Final = ((1, 2), (1, 1), (3, 1))
 
 
 def write_vision(
     model: PreTrainedModel, folder: Path, interface: Interface, *, refer: bool = False
 ) -> dict[str, Any]:
-    """Write vision.onnx and its weights into `folder`, compare it, and return the figures for the manifest's `parity`.
+    """Write vision.onnx and its weights into `folder`, compare it, and return the figures for the
+    manifest's `parity`.
 
     Args:
-        model: in eval mode on the CPU; it is as before afterwards.
-        interface: has an `ImageShape`.
-        refer: leave weights that lie in other files there (`weights.save_beside`).
+        model: the model, in eval mode on the CPU; nothing of it changes.
+        folder: the folder of the package.
+        interface: the interface of the package, which has an `ImageShape`.
+        refer: whether weights stay in other files (`weights.save_beside`).
 
-    Raises UnsupportedModelError if the tower cannot be exported, ParityError if its features differ.
+    Raises:
+        UnsupportedModelError: the tower cannot be exported.
+        ParityError: its features differ.
     """
     module, spec = vision_module(model).eval(), interface.vision
     example = module.example
@@ -77,8 +83,9 @@ def write_vision(
 def compare_vision(
     model: PreTrainedModel, module: VisionModule, folder: Path, dtype: str
 ) -> dict[str, Any]:
-    """The figures of a passed comparison of vision.onnx in `folder` with `model`; else as `write_vision`."""
-    images = [module.image(*size) for size in (_TILES if module.by_tiles else _SIZES)]
+    """The figures of a passed comparison of vision.onnx in `folder` with `model`; else as
+    `write_vision`."""
+    images = [module.image(*size) for size in (_TILE_SIZES if module.by_tiles else _FEATURE_SIZES)]
     wanted = list(_features(model, module, images))
     scale = max(float(np.abs(rows).max()) for rows in wanted)
     most = TOLERANCES[dtype] * max(1.0, scale)

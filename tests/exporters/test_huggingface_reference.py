@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from qsample.exporters.huggingface_reference import NARROW, longest_context, reference
-from qsample.exporters.parity import CONTINUED
+from qsample.exporters.huggingface_reference import NARROW_WINDOW, longest_context, reference
+from qsample.exporters.parity import CONTINUATION_TOKENS
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 _LOCAL: dict[str, Any] = {
@@ -50,8 +50,8 @@ def test_prompts_and_windows(
     expected = reference(random_model(model_type, **overrides))
     assert (expected.windows, expected.narrowed is not None) == (windows, windows == "narrowed")
     assert [len(prompt) for prompt in expected.prompts] == lengths
-    assert {len(tokens) for tokens in expected.continuations} == {CONTINUED}
-    assert {array.shape for array in expected.logits} == {(CONTINUED + 1, VOCAB_SIZE)}
+    assert {len(tokens) for tokens in expected.continuations} == {CONTINUATION_TOKENS}
+    assert {array.shape for array in expected.logits} == {(CONTINUATION_TOKENS + 1, VOCAB_SIZE)}
 
 
 def test_logits_are_those_after_the_prompt_and_after_each_token() -> None:
@@ -61,7 +61,7 @@ def test_logits_are_those_after_the_prompt_and_after_each_token() -> None:
         expected.prompts, expected.continuations, expected.logits, strict=True
     ):
         assert 0 not in prompt + tokens  # the pad token
-        for step in (0, 3, CONTINUED):
+        for step in (0, 3, CONTINUATION_TOKENS):
             with torch.no_grad():
                 wanted = model(torch.tensor([prompt + tokens[:step]])).logits[0, -1].numpy()
             np.testing.assert_allclose(logits[step], wanted, atol=1e-5)
@@ -72,11 +72,11 @@ def test_a_narrowed_window_is_that_of_a_model_made_with_it() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     expected = reference(model)
     narrowed, prompt = expected.narrowed, expected.prompts[-1]
-    assert narrowed.windows == {2048: NARROW}
+    assert narrowed.windows == {2048: NARROW_WINDOW}
     assert model.config.sliding_window == 2048
     assert model.model.layers[0].self_attn.sliding_window == 2048
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
-    other = random_model("gemma2", sliding_window=NARROW)
+    other = random_model("gemma2", sliding_window=NARROW_WINDOW)
     other.set_attn_implementation("eager")
     with torch.no_grad():
         wanted = other(torch.tensor([prompt + expected.continuations[-1]])).logits[

@@ -25,7 +25,7 @@ from qsample.addons.bake.conventions import (
 )
 from qsample.contract.arrays import Array
 from qsample.errors import UnsupportedModelError
-from qsample.exporters.parity import CONTINUED, Reference, reference_lengths
+from qsample.exporters.parity import CONTINUATION_TOKENS, Reference, reference_lengths
 from qsample.graph.evaluate import with_outputs
 from qsample.ort.options import WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU
@@ -145,7 +145,7 @@ def reference(
     lengths, passed = reference_lengths(limit, sizes)
     prompts, continuations, logits = [], [], []
     for length in lengths:
-        row = generator.integers(0, vocab_size, length + CONTINUED).tolist()
+        row = generator.integers(0, vocab_size, length + CONTINUATION_TOKENS).tolist()
         after, past = original.step(row[:length], original.start(), 0)
         rows = [after]
         for done in range(length, len(row)):
