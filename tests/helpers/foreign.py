@@ -97,7 +97,11 @@ def rewritten(folder: Path, file: str | None = None, *, rope: str | None = None)
     location = locate(folder, file)
     settings = read_settings(location)
     return bake.rewrite(
-        read(folder, file), Features(sampler=False), settings, rope, Stages(None, bake._SHARES)
+        read(folder, file),
+        Features(sampler=False),
+        settings,
+        rope,
+        Stages(None, bake._STAGE_SHARES),
     )
 
 

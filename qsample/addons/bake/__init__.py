@@ -1,1 +1,2 @@
-"""Decoder files of other exporters, given the sampler: onnxruntime-genai's, onnx-community's, optimum's."""
+"""Decoder files of other exporters, given the sampler: onnxruntime-genai's, onnx-community's,
+optimum's."""

@@ -1,9 +1,10 @@
-"""The attention of a foreign graph becomes GroupQueryAttention on the contract's lengths, over whole caches.
+"""The attention of a foreign graph becomes GroupQueryAttention on the contract's lengths, over
+whole caches.
 
-GroupQueryAttention of another exporter keeps only the features of the CPU's kernel. ONNX's Attention, and attention of
-plain operators, is matched loosely: Softmax(f(query keys^T)) values, with or without a sink. Runs of the file show the
-form of f (a scale, a soft cap, a causal mask, a window), and any other is refused.
-"""
+GroupQueryAttention of another exporter keeps only the features of the CPU's kernel. ONNX's
+Attention, and attention of plain operators, is matched loosely: Softmax(f(query keys^T)) values,
+with or without a sink. Runs of the file show the form of f (a scale, a soft cap, a causal mask, a
+window), and any other is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ from qsample.graph.operators import CONTRIB_DOMAIN
 
 _QUERY_SEQLENS: Final = 16
 _PRODUCTS: Final = ("MatMul", "FusedMatMul")
-_KEYS, _VALUES, _SCORES = 1, 2, 3  # inputs of ONNX's Attention, and its output
+# The inputs of ONNX's Attention for keys and values, and its output for scores.
+_KEYS: Final = 1
+_VALUES: Final = 2
+_SCORES: Final = 3
 _SCORES_MODE: Final = "qk_matmul_output_mode"
 _WITH_CAP_AND_MASK: Final = 2
 _REPEATS: Final = (
@@ -61,9 +65,11 @@ _ELEMENTWISE: Final = (
     "Clip",
 )
 _WEIGHTS: Final = ("Cast", "Identity", "Dropout", "Where", "Reshape", "Slice")
-_HIDDEN_SCORE: Final = -1e4  # a key with a smaller score or bias is hidden
-# How far scores may be from the fitted rule, of the largest: float16 has 11 bits.
-_FIT: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
+# A key with a smaller score or bias is hidden.
+_HIDDEN_SCORE: Final = -1e4
+# The largest difference of scores from the fitted rule, per unit of the largest score; float16 has
+# 11 bits.
+_FIT_TOLERANCES: Final = {ir.DataType.FLOAT: 1e-3, ir.DataType.FLOAT16: 2e-2}
 
 
 def check_attentions(foreign: ForeignGraph) -> None:
@@ -101,8 +107,8 @@ def rotates(foreign: ForeignGraph) -> bool:
 
 
 def unfuse_norms(foreign: ForeignGraph) -> bool:
-    """Take the norms of queries and keys out of GroupQueryAttention, in place; returns whether there were any. The
-    CPU's kernel has none; a compile for CUDA puts them back."""
+    """Take the norms of queries and keys out of GroupQueryAttention, in place; returns whether
+    there were any. The CPU's kernel has none; a compile for CUDA puts them back."""
     nodes, modified = Nodes(foreign.graph), False
     for layer in foreign.layers:
         node = layer.attention
@@ -184,7 +190,8 @@ def drop_causal_biases(foreign: ForeignGraph, longest: int) -> None:
 
 
 def _repeats_the_mask(bias: Array, past: int, window: int) -> bool:
-    """Whether `bias` [1, heads or 1, S, past + S] hides the same keys as causal attention with the window, or fewer."""
+    """Whether `bias` [1, heads or 1, S, past + S] hides the same keys as causal attention with the
+    window, or fewer."""
     tokens, size = bias.shape[-2:]
     seen = _causal((past, tokens), size, window if window > 0 else size)
     outside = bias[..., ~seen]
@@ -192,7 +199,8 @@ def _repeats_the_mask(bias: Array, past: int, window: int) -> bool:
 
 
 def unfuse_attentions(foreign: ForeignGraph) -> None:
-    """Write each MultiHeadAttention over a cache that grows by Concat as two products and a Softmax, in place."""
+    """Write each MultiHeadAttention over a cache that grows by Concat as two products and a
+    Softmax, in place."""
     nodes, dtype = Nodes(foreign.graph), foreign.dtype
     found = [node for node in foreign.graph if is_plain_attention(node)]
     for node in found:
@@ -221,9 +229,10 @@ def unfuse_attentions(foreign: ForeignGraph) -> None:
 
 
 def drop_unseen_rows(foreign: ForeignGraph, longest: int) -> None:
-    """Take away, in place, what replaces the output of a query that sees no key by zeros: transformers' exporter puts
-    it behind each attention. Every query of a package sees itself. A condition counts if it follows from the mask and
-    from sizes alone, and is false throughout the calls of `probes`."""
+    """Take away, in place, what replaces the output of a query that sees no key by zeros:
+    transformers' exporter puts it behind each attention. Every query of a package sees itself. A
+    condition counts if it follows from the mask and from sizes alone, and is false throughout the
+    calls of `probes`."""
     found = [node for node in foreign.graph if node.op_type == "Where" and _is_zero(node.inputs[1])]
     found = [node for node in found if _follows_from_sizes(node.inputs[0])]
     if not found:
@@ -249,7 +258,8 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 
 def _follows_from_sizes(value: ir.Value | None) -> bool:
-    """Whether `value` is computed from the mask and from shapes alone, not from the contents of ids or caches."""
+    """Whether `value` is computed from the mask and from shapes alone, not from the contents of ids
+    or caches."""
     waiting, seen = [value], set[ir.Value]()
     while waiting:
         current = waiting.pop()
@@ -290,11 +300,19 @@ def _bias(layer: Layer) -> ir.Value | None:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Values of a layer; tensors of heads are [B, heads, S, D], or [B, S, heads * D] if `heads` (of the query) is set.
+    """The values of a layer's attention.
 
-    layer: its cache, with its new keys and values. query: the left factor of the product with the keys. scores: the
-    input of the softmax, [B, heads, S, tokens]. cap: the soft cap, if any, as a constant or a computed value. sink: the
-    score of no token, the same for all queries: [1, heads, S, 1].
+    Tensors of heads are [B, heads, S, D], or [B, S, heads * D] if `heads` is set.
+
+    Attributes:
+        layer: the cache of the layer, with its new keys and values.
+        query: the left factor of the product with the keys.
+        scores: the input of the softmax, [B, heads, S, tokens].
+        cap: the soft cap as a constant or a computed value; None for no soft cap.
+        output: the result of the attention.
+        heads: the number of query heads, if the tensors are not split into heads.
+        sink: the scores of the attention sink, which are the same for all queries: [1, heads, S,
+            1].
     """
 
     layer: Layer
@@ -308,7 +326,15 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A layer's attributes of GroupQueryAttention. window: None for all tokens. softcap: 0 for none. sink: [heads]."""
+    """The attributes of a layer's GroupQueryAttention.
+
+    Attributes:
+        heads: the number of query heads.
+        scale: the factor on the scores.
+        window: the number of keys that a query sees; None for all keys.
+        softcap: the soft cap; 0 for no soft cap.
+        sink: [heads], the logit of each head's attention sink; None for no sinks.
+    """
 
     heads: int
     scale: float
@@ -320,7 +346,8 @@ class Rule:
 def put_operators(
     foreign: ForeignGraph, nodes: Nodes, rows: Rows, matches: list[Match], rules: list[Rule]
 ) -> ForeignGraph:
-    """`foreign` with a GroupQueryAttention in each layer, in place; its layers' outputs are new values."""
+    """`foreign` with a GroupQueryAttention in each layer, in place; its layers' outputs are new
+    values."""
     graph, layers = foreign.graph, []
     for match, rule in zip(matches, rules, strict=True):
         layer, size = match.layer, match.layer.head_dim
@@ -441,7 +468,8 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
 
 
 def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
-    """Split the sink's score from the token scores. A subtracted maximum is ignored: softmax does not depend on it."""
+    """Split the sink's score from the token scores. A subtracted maximum is ignored: softmax does
+    not depend on it."""
     node = producer(scores)
     if node is not None and node.op_type == "Sub":
         most = producer(node.inputs[1])
@@ -453,7 +481,8 @@ def _without_sink(scores: ir.Value) -> tuple[ir.Value, ir.Value | None]:
 
 
 def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
-    """Products with `value` on the right, its heads repeated or axes turned; or ONNX's Attention with it in `slot`."""
+    """Products with `value` on the right, its heads repeated or axes turned; or ONNX's Attention
+    with it in `slot`."""
     found: dict[ir.Node, None] = {}
     waiting, seen = [value], {value}
     while waiting:
@@ -474,7 +503,8 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
 
 
 def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node]:
-    """The nodes that `value` comes from, nearest first, up to and including the first nodes outside of `through`."""
+    """The nodes that `value` comes from, nearest first, up to and including the first nodes outside
+    of `through`."""
     waiting, seen = [value], set()
     while waiting:
         current = waiting.pop(0)
@@ -500,8 +530,8 @@ def _factor_behind(tanh: ir.Node) -> ir.Value | None:
 
 
 def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[Rule]:
-    """Measure the rule of each layer in the calls of `probes`, over caches of random numbers of up to `longest` tokens.
-    Raises UnsupportedModelError for a rule that GroupQueryAttention lacks."""
+    """Measure the rule of each layer in the calls of `probes`, over caches of random numbers of up
+    to `longest` tokens. Raises UnsupportedModelError for a rule that GroupQueryAttention lacks."""
     extra = [
         value for match in matches for value in (match.query, match.scores, match.layer.present_key)
     ]
@@ -582,7 +612,8 @@ def _seen(scores: Array) -> Array:
 
 
 def _causal(call: tuple[int, int], size: int, window: int) -> Array:
-    """[S, size], for a cache of `size`: the keys that new tokens see. call: the numbers of cached and of new tokens."""
+    """[S, size], for a cache of `size`: the keys that new tokens see. call: the numbers of cached
+    and of new tokens."""
     past, tokens = call
     query, key = np.arange(past, past + tokens)[:, None], np.arange(size)
     return (key <= query) & (key > query - window)
@@ -609,7 +640,7 @@ def _scale(
     fitted = np.abs(y) < 0.9 * cap if cap else np.ones(len(y), bool)
     scale = float(x[fitted] @ linear[fitted] / max(float(x[fitted] @ x[fitted]), 1e-30))
     wanted = cap * np.tanh(scale * x / cap) if cap else scale * x
-    if scale <= 0 or not np.abs(wanted - y).max() <= _FIT[foreign.dtype] * max(
+    if scale <= 0 or not np.abs(wanted - y).max() <= _FIT_TOLERANCES[foreign.dtype] * max(
         1.0, float(np.abs(y).max())
     ):
         raise refusal(

@@ -1,8 +1,8 @@
 """Turns another exporter's decoder file into a portable package with the sampler in its graph.
 
-Stages: locate → recognise → run the file as its authors do → rewrite → write → parity gate → publish. Nothing here
-needs torch or transformers; all is written aside and renamed into place at the end.
-"""
+Stages: locate → recognise → run the file as its authors do → rewrite → write → parity gate →
+publish. Nothing here needs torch or transformers; all is written aside and renamed into place at
+the end."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from qsample.progress import Progress, Stage, Stages, metered
 if TYPE_CHECKING:
     from qsample.addons.bake.source import DecoderSource
 
-# A further comparison: the folder of the unpublished package, its interface, the tolerance (None: weights are
-# quantized) → figures for the manifest.
+# A further comparison: the folder of the unpublished package, its interface and the tolerance (None
+# if weights are quantized) → the figures for the manifest.
 Comparison = Callable[[Path, Interface, float | None], Mapping[str, Any]]
-# Of the time.
-_SHARES: Final[Mapping[str, float]] = {
+# Percentages of the time.
+_STAGE_SHARES: Final[Mapping[str, float]] = {
     Stage.FINDING: 5,
     Stage.READING: 5,
     Stage.RUNNING: 30,
@@ -72,13 +72,13 @@ _SHARES: Final[Mapping[str, float]] = {
     Stage.COMPARING_WITH_CHECKPOINT: 10,
     Stage.PUBLISHING: 10,
 }
-_UNLIMITED: Final = (
-    8192  # the context of a model that does not state it; windows are searched up to it
-)
-_LONGEST: Final = 32768
-_COS_OF_ROTARY: Final = 2  # the index of RotaryEmbedding's table of cosines
-# Largest difference per unit of the largest logit, by the arithmetic of the file. Activations that are rounded to 8
-# bits jump by 1/127 of a block if an attention's sum differs in its last bit.
+# The assumed context of a model that states none; windows are searched up to it.
+_DEFAULT_CONTEXT: Final = 8192
+_MAX_PROBED_TOKENS: Final = 32768
+# The index of the table of cosines among the inputs of ONNX Runtime's RotaryEmbedding.
+_ROTARY_COS_SLOT: Final = 2
+# Largest difference per unit of the largest logit, by the arithmetic of the file. Activations that
+# are rounded to 8 bits jump by 1/127 of a block if an attention's sum differs in its last bit.
 _TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-2}
 
 
@@ -91,10 +91,10 @@ def bake(
     compare: Comparison | None = None,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into a decoder, and return the portable package at `out`; see `qsample.bake`. The graph is
-    compared with the file itself, and by `compare`."""
+    """Bake the sampler into a decoder, and return the portable package at `out`; see
+    `qsample.bake`. The graph is compared with the file itself, and by `compare`."""
     with metered(progress) as report:
-        stages = Stages(report, _SHARES)
+        stages = Stages(report, _STAGE_SHARES)
         stages.begin(Stage.FINDING)
         location = locate(source.model_id, source.file, hub=source.hub)
         package.check_not_source(out, location.file.parent)
@@ -171,7 +171,14 @@ def _bake(
 
 @dataclass(frozen=True, slots=True)
 class Baked:
-    """A rewritten graph, up to its logits, and the file's logits. limit: the known positions; None for any number."""
+    """A rewritten graph.
+
+    Attributes:
+        model: the graph up to its logits.
+        interface: the interface of the package.
+        expected: the logits of the file.
+        limit: the number of positions that the model knows; None for any number.
+    """
 
     model: ir.Model
     interface: Interface
@@ -182,13 +189,24 @@ class Baked:
 def rewrite(
     foreign: ForeignGraph, features: Features, settings: Settings, rope: str | None, stages: Stages
 ) -> Baked:
-    """Rewrite `foreign` to the contract, in place, after a run of the file as its authors run it; UnsupportedModelError
-    for a graph that cannot be rewritten."""
+    """Rewrite a graph to the contract, in place, after the file was run as its authors run it.
+
+    Args:
+        foreign: the graph.
+        features: the features of the package.
+        settings: the settings of the file's configurations.
+        rope: the rotary table to keep, "short" or "long"; None for the short table.
+        stages: the stages of the whole work, which include RUNNING and REWRITING.
+
+    Raises:
+        UnsupportedModelError: the graph cannot be rewritten.
+    """
     table = choose_table(foreign, rope)
     limit = min(filter(None, (settings.context, table, *_rotary_tables(foreign))), default=None)
-    longest = min(limit or _UNLIMITED, foreign.size or _LONGEST, _LONGEST)
+    longest = min(limit or _DEFAULT_CONTEXT, foreign.size or _MAX_PROBED_TOKENS, _MAX_PROBED_TOKENS)
     is_grouped = foreign.layers[0].attention is not None
-    is_unfused, rotates = False, False
+    is_unfused = False
+    rotates = False
     matches: list[attention.Match] = []
     rules: list[attention.Rule] = []
     running = stages.begin(Stage.RUNNING)
@@ -243,7 +261,7 @@ def rewrite(
 
 
 def arithmetic_of(model: ir.Model) -> str:
-    """The arithmetic of the graph, a key of _TOLERANCES."""
+    """The arithmetic of the graph: a key of _TOLERANCES."""
     nodes = list(model.graph.all_nodes())
     halves = any(value.dtype == ir.DataType.FLOAT16 for node in nodes for value in node.outputs)
     if halves or any(value.dtype == ir.DataType.FLOAT16 for value in model.graph.inputs):
@@ -256,8 +274,8 @@ def arithmetic_of(model: ir.Model) -> str:
 
 
 def _rotary_tables(foreign: ForeignGraph) -> list[int]:
-    """How many positions each rotary table has."""
-    slots: dict[str, int] = {gqa.OP_TYPE: gqa.Slot.COS_CACHE, "RotaryEmbedding": _COS_OF_ROTARY}
+    """The number of positions of each rotary table."""
+    slots: dict[str, int] = {gqa.OP_TYPE: gqa.Slot.COS_CACHE, "RotaryEmbedding": _ROTARY_COS_SLOT}
     sizes = []
     for node in foreign.graph:
         if node.op_type == "RotaryEmbedding" and not node.domain:
@@ -277,9 +295,10 @@ def _rotary_tables(foreign: ForeignGraph) -> list[int]:
 def _warn_of_windows(
     foreign: ForeignGraph, settings: Settings, windows: list[int], limit: int | None
 ) -> None:
-    """Warn if the graph's windows differ from its configuration: then the file itself is not that model."""
+    """Warn if the graph's windows differ from its configuration: then the file itself is not that
+    model."""
     stated, found = settings.window, sorted({window for window in windows if window > 0})
-    if stated is not None and stated < (limit or _UNLIMITED) and stated not in found:
+    if stated is not None and stated < (limit or _DEFAULT_CONTEXT) and stated not in found:
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
         warnings.warn(
             f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "

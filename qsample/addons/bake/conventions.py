@@ -1,4 +1,5 @@
-"""The conventions of exporters: the names of a decoder's inputs, caches and layers, and the refusals.
+"""The conventions of exporters: the names of a decoder's inputs, caches and layers, and the
+refusals.
 
 A new exporter's names go here; `recognise` finds them in a file.
 """
@@ -19,28 +20,30 @@ IDS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
 LOGITS: Final = "logits"
-# How many logits a graph shall compute; 0 for all.
+# The number of logits for a graph to compute; 0 for all.
 KEEP: Final = ("num_logits_to_keep", "logits_to_keep")
-# Of a cache of fixed size: where the new tokens are written, and how many tokens there are then; [B] each.
+# Inputs of graphs with a cache of fixed size, [B] each: the place of the first new token, and the
+# number of tokens after the call.
 WRITE: Final = "write_indices"
-FILLED: Final = "nonpad_kv_seqlen"
-CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, FILLED)
+TOTAL_TOKENS: Final = "nonpad_kv_seqlen"
+CALLS: Final = (IDS, MASK, POSITIONS, *KEEP, WRITE, TOTAL_TOKENS)
 OLDEST_OPSET: Final = 14
 NEWEST_OPSET: Final = 24
 
-FLAT, BY_HEAD = (
-    3,
-    4,
-)  # ranks of keys and values: [B, tokens, heads * size], [B, heads, tokens, size]
-PAST_OF_ATTENTION: Final = (
-    4,
-    5,
-)  # inputs of ONNX's Attention; its outputs 1 and 2 are the new ones
-# Operators that keep a state: its name in the contract, and the index of the input.
+# The rank of keys and values [B, tokens, heads * size].
+FLAT: Final = 3
+# The rank of keys and values [B, heads, tokens, size].
+BY_HEAD: Final = 4
+# The inputs of ONNX's Attention for past keys and values; its outputs 1 and 2 are the present keys
+# and values.
+PAST_OF_ATTENTION: Final = (4, 5)
+# Each operator that keeps a state → the state's name in the contract. `STATE` is the index of the
+# input.
 STATES: Final = {"CausalConvWithState": "conv_state", "LinearAttention": "recurrent_state"}
 STATE: Final = 3
 MULTI_HEAD: Final = "MultiHeadAttention"
-SCORES_BIAS: Final = 5  # its input that is added to the scores
+# The input of MultiHeadAttention that is added to the scores.
+SCORES_BIAS: Final = 5
 FLOATS: Final = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 REFUSED_INPUTS: Final = {
     r"use_cache_branch": "it is a merged decoder, two graphs under one If; take decoder_with_past_model.onnx, or a "
@@ -53,7 +56,8 @@ REFUSED_INPUTS: Final = {
     r"cache_position": "it takes cache_position, separate positions; export it for ONNX Runtime (optimum, "
     "onnxruntime-genai)",
 }
-RECURRENT: Final = r".*(conv|recurrent|ssm).*"  # names of states
+# A pattern of the names of states that are no keys or values.
+RECURRENT_STATE_NAME: Final = r".*(conv|recurrent|ssm).*"
 DYNAMIC: Final = (
     "it quantizes activations with a single scale per tensor ({}), "
     "so that a row would depend on the rest of its batch"
@@ -81,7 +85,7 @@ REFUSED_OPERATORS: Final = {
     "it attends through {}; only GroupQueryAttention, ONNX's own Attention and plain operators (MatMul, Softmax, "
     "MatMul) can be baked",
 )
-# Inputs of GroupQueryAttention.
+# Inputs of GroupQueryAttention → why a file with them is refused.
 REFUSED_SLOTS: Final = dict.fromkeys(
     (Slot.K_SCALE, Slot.V_SCALE),
     "its cache is quantized; take the file with a float cache, and `qsample compile --kv-cache-dtype int8`",
@@ -99,8 +103,9 @@ def is_onnx_attention(node: ir.Node) -> bool:
 
 
 def is_plain_attention(node: ir.Node) -> bool:
-    """Whether `node` is a MultiHeadAttention that only computes Softmax(scale query keys + bias) values, of three
-    separate tensors, with no cache: transformers' exporter lets the cache grow in front of it."""
+    """Whether `node` is a MultiHeadAttention that only computes Softmax(scale query keys + bias)
+    values, of three separate tensors, with no cache: transformers' exporter lets the cache grow in
+    front of it."""
     given = [index for index, value in enumerate(node.inputs) if value is not None]
     return (
         node.op_type == MULTI_HEAD
@@ -118,16 +123,23 @@ def layer_number(value: ir.Value, index: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The cache of an attention layer: inputs and outputs [B, heads, tokens, head_dim] or [B, tokens, heads *
-    head_dim].
+    """The cache of an attention layer.
+
+    Its inputs and outputs are [B, heads, tokens, head_dim] or [B, tokens, heads * head_dim].
 
     Attributes:
-        number: the layer's in the names.
-        ring: tokens that the file keeps; None if it keeps all.
+        number: the number of the layer in the names of its cache.
+        past_key: the graph's input for the keys.
+        past_value: the graph's input for the values.
+        present_key: the graph's output for the keys.
+        present_value: the graph's output for the values.
+        heads: the number of heads of keys and values.
+        head_dim: the size of a head.
+        ring: the number of tokens that the file keeps; None if it keeps all.
         size: the tokens of a cache of fixed size; None if it grows.
-        attention: the GroupQueryAttention; None for another operator, or several.
-        new: keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
-        new_is_flat: `new` are [B, S, heads * head_dim].
+        attention: the GroupQueryAttention; None if the layer attends through other operators.
+        new: the keys and values of the new tokens, [B, heads, S, head_dim], if the file shows them.
+        new_is_flat: whether `new` are [B, S, heads * head_dim].
     """
 
     number: int
@@ -144,7 +156,8 @@ class Layer:
     new_is_flat: bool = False
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """The shape of the file's keys or values, of a row of `tokens` tokens, or of all in a cache of fixed size."""
+        """The shape of the file's keys or values, of a row of `tokens` tokens, or of all in a cache
+        of fixed size."""
         tokens = tokens if self.size is None else self.size
         is_flat = self.past_key.shape is not None and len(self.past_key.shape) == FLAT
         return (
@@ -164,8 +177,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """A LinearAttention or CausalConvWithState, and its state: a graph input and output, [B, ...]. number, kind, shape:
-    as in `interface.RecurrentShape`."""
+    """A LinearAttention or CausalConvWithState with its state.
+
+    Attributes:
+        number: the number of the layer; see `interface.RecurrentShape`.
+        kind: the kind of the state; see `interface.RecurrentShape`.
+        shape: the shape of the state without the rows; see `interface.RecurrentShape`.
+        dtype: the dtype of the state.
+        node: the operator.
+        past: the graph's input for the state, [B, ...].
+        present: the graph's output for the state, [B, ...].
+    """
 
     number: int
     kind: str
@@ -178,7 +200,18 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class ForeignGraph:
-    """A decoder file. dtype: of the cache. changed: `model` has other inputs than the file. recurrences: by layer."""
+    """A decoder file.
+
+    Attributes:
+        path: the file.
+        model: the model in the file.
+        layers: the attention layers in order.
+        logits: the output with the logits.
+        vocab_size: V of the logits.
+        dtype: the dtype of the caches.
+        changed: whether `model` has other inputs than the file.
+        recurrences: the recurrent and convolutional states in the order of their layers.
+    """
 
     path: Path
     model: ir.Model

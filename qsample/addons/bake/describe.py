@@ -1,4 +1,5 @@
-"""Describes decoder files, and says whether they can be baked, from their graphs alone: nothing is run or written."""
+"""Describes decoder files, and says whether they can be baked, by their graphs only: nothing is run
+or written."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from qsample.addons.bake.recognise import load, recognise
 from qsample.errors import QsampleError
 from qsample.graph.operators import is_matmul_nbits
 
-_TOLD: Final = (  # operators that decide whether and how a file is baked
+# Operators that decide whether and how a file is baked.
+_DECISIVE_OPERATORS: Final = (
     *(
         "GroupQueryAttention",
         "Attention",
@@ -46,14 +48,17 @@ class Description:
 
     Attributes:
         made_by: the exporter and its version, as the file says.
-        opset: of ONNX's operators; 0 if it has none.
-        operators: how often each operator occurs that decides how a file is baked.
-        refusal: why it cannot be baked, and the remedy; None if bake takes it, and then runs it to measure its
-            attention and to compare.
-        layers: how many attend, and how.
-        states: how many recurrent and convolutional states it keeps.
-        dtype: of its caches.
-        bits: of its packed weights.
+        file: the path of the file.
+        opset: the opset of ONNX's operators; 0 if it states none.
+        inputs: the names of the inputs.
+        operators: the number of occurrences of each operator that decides how a file is baked.
+        refusal: why it cannot be baked, and the remedy; None if bake accepts it, and then runs it
+            to measure its attention and to compare.
+        layers: the number of layers that attend, and how they do it.
+        states: the number of recurrent and convolutional states.
+        dtype: the dtype of the caches.
+        vocab_size: the size of the vocabulary.
+        bits: the bits of its packed weights.
     """
 
     file: str
@@ -70,8 +75,8 @@ class Description:
 
 
 def describe(path: Path) -> list[Description]:
-    """Describe every .onnx file of `path`, a file or a folder (see `decoders`). Raises QsampleError for a single file
-    that cannot be read; in a folder, such a file is described as refused."""
+    """Describe every .onnx file of `path`, a file or a folder (see `decoders`). Raises QsampleError
+    for a single file that cannot be read; in a folder, such a file is described as refused."""
     if path.is_file():
         return [_describe(path, None)]
     found = []
@@ -129,7 +134,7 @@ def _describe(path: Path, name: str | None) -> Description:
 
 def _operators(model: ir.Model) -> Iterator[str]:
     for node in model.graph.all_nodes():
-        if node.op_type in _TOLD:
+        if node.op_type in _DECISIVE_OPERATORS:
             yield (
                 f"{node.domain}.{node.op_type}"
                 if node.op_type == "Attention" and node.domain

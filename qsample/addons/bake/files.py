@@ -1,5 +1,8 @@
-"""The files of a decoder: a file, a folder or a hub id enters; the decoder, its configurations and its tokenizer leave.
-Of a hub id, the decoder, its external data and the small files next to it are downloaded, and nothing else."""
+"""The files of a decoder: a file, a folder or a hub id enters; the decoder, its configurations and
+its tokenizer leave.
+
+Only the decoder of a hub id, its external data and the small files next to it are downloaded.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,19 @@ from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
 from qsample.text.tokenizer import TOKENIZER_FILE
 
 GENAI_CONFIG: Final = "genai_config.json"
-# transformers' exporter writes both, and next to the decoder a graph for the first call, which takes no cache.
+# transformers' exporter writes both files. Next to the decoder it writes a graph for the first
+# call, without a cache.
 EXPORT_RECORD: Final = "export.json"
 DECODE: Final = "decode.onnx"
-ONNX_FOLDER: Final = "onnx"  # of transformers.js
+# The folder in which repositories for transformers.js have their graphs.
+ONNX_FOLDER: Final = "onnx"
 _SUFFIX: Final = ".onnx"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL: Final = (".json", ".jinja")  # further files to download
-_LARGEST: Final = 1 << 23  # bytes of a configuration
-_LARGEST_SIZE: Final = 2**31 - 1  # token ids and lengths are int32 in the contract
+# Configurations and templates are downloaded as well.
+_SMALL_FILE_SUFFIXES: Final = (".json", ".jinja")
+_MAX_CONFIG_BYTES: Final = 1 << 23
+# Token ids and lengths are int32 in the contract.
+_MAX_SIZE: Final = 2**31 - 1
 _CONFIG: Final = "config.json"
 _TOKENIZER_FILES: Final = (
     TOKENIZER_FILE,
@@ -41,21 +48,28 @@ _TOKENIZER_FILES: Final = (
     "special_tokens_map.json",
     TEMPLATE_FILE,
 )
-_CONTEXT: Final = (
+# The settings in which configurations state the number of positions.
+_CONTEXT_SETTINGS: Final = (
     "max_position_embeddings",
     "n_positions",
     "max_sequence_length",
     "seq_length",
     "context_length",
 )
-# Fields of a genai_config.json's "search", under generation_config.json's names.
-_SEARCH: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+# Fields of "search" in a genai_config.json that have the same names in a generation_config.json.
+_SEARCH_FIELDS: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A decoder file and its surroundings: its external `data`, and the `folders` of its configuration and tokenizer,
-    the nearest first. name: as it was given."""
+    """A decoder file and its surroundings.
+
+    Attributes:
+        file: the decoder.
+        folders: the folders of its configuration and tokenizer, the nearest first.
+        name: the name that was given for it.
+        data: the files with its external data.
+    """
 
     file: Path
     folders: tuple[Path, ...]
@@ -91,7 +105,7 @@ class Location:
         if path is None:
             return {}
         try:
-            data = read_json(path, _LARGEST, infinities=True)
+            data = read_json(path, _MAX_CONFIG_BYTES, infinities=True)
         except (OSError, ValueError) as error:
             raise QsampleError(f"cannot read {path}: {error}") from error
         if not isinstance(data, dict):
@@ -100,8 +114,9 @@ class Location:
 
 
 def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None = None) -> Location:
-    """Find the decoder of `path`, an .onnx file, a folder with such a file, or a hub id; QsampleError if it is missing,
-    or if there are several. file: which of several, relative to the folder or repository."""
+    """Find the decoder of `path`, an .onnx file, a folder with such a file, or a hub id;
+    QsampleError if it is missing, or if there are several. file: which of several, relative to the
+    folder or repository."""
     given = Path(path)
     if given.is_file():
         if file is not None:
@@ -127,8 +142,9 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
 
 
 def without_links(location: Location, folder: Path) -> Location:
-    """Copy the decoder and its data into the empty `folder`: external data must lie next to its graph, and the hub's
-    cache has links. Raises QsampleError for a link out of the decoder's folder and the hub's cache."""
+    """Copy the decoder and its data into the empty `folder`: external data must lie next to its
+    graph, and the hub's cache has links. Raises QsampleError for a link out of the decoder's folder
+    and the hub's cache."""
     files = []
     check_links((location.file, *location.data), location.folders)
     for path in (location.file, *location.data):
@@ -207,14 +223,15 @@ def _listed(names: Iterable[str]) -> str:
 def _genai_file(path: Path) -> str | None:
     """The decoder that a genai_config.json names."""
     try:
-        name = read_json(path, _LARGEST, infinities=True)["model"]["decoder"]["filename"]
+        name = read_json(path, _MAX_CONFIG_BYTES, infinities=True)["model"]["decoder"]["filename"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return name if isinstance(name, str) else None
 
 
 def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
-    """The folder of a snapshot that holds the decoder of a hub id, its data and the small files of its folders."""
+    """The folder of a snapshot that holds the decoder of a hub id, its data and the small files of
+    its folders."""
     from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 
     options = hub.downloading()
@@ -235,7 +252,7 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
         decoder = fetch(chosen)
         folders = {os.path.dirname(chosen), os.path.dirname(os.path.dirname(chosen)), ""}
         for name in names:
-            if name.endswith(_SMALL) and os.path.dirname(name) in folders:
+            if name.endswith(_SMALL_FILE_SUFFIXES) and os.path.dirname(name) in folders:
                 fetch(name)
         for entry in sorted(referenced_files(decoder)):
             if (data := os.path.normpath(os.path.join(os.path.dirname(chosen), entry))) in names:
@@ -251,8 +268,9 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """config.json, of a text model, generation_config.json, and "model" and "search" of genai_config.json, next to a
-    decoder; {} for a missing file or object. Properties are None if no file states them."""
+    """config.json, of a text model, generation_config.json, and "model" and "search" of
+    genai_config.json, next to a decoder; {} for a missing file or object. Properties are None if no
+    file states them."""
 
     config: dict[str, Any]
     generation: dict[str, Any]
@@ -263,7 +281,7 @@ class Settings:
     def context(self) -> int | None:
         """The positions that the model knows, at most."""
         owners = (_CONFIG, self.config), (GENAI_CONFIG, self.genai)
-        sizes = [_size(file, owner, name) for file, owner in owners for name in _CONTEXT]
+        sizes = [_size(file, owner, name) for file, owner in owners for name in _CONTEXT_SETTINGS]
         return min(filter(None, sizes), default=None)
 
     @property
@@ -304,7 +322,8 @@ class Settings:
         return _object(GENAI_CONFIG, self.genai, "decoder")
 
     def token_ids(self, vocab_size: int) -> TokenIds:
-        """From generation_config.json, genai_config.json, config.json; ids that the vocabulary lacks are left out."""
+        """From generation_config.json, genai_config.json, config.json; ids that the vocabulary
+        lacks are left out."""
 
         def find(name: str) -> Any:
             owners = (self.generation, self.genai, self.config)
@@ -349,8 +368,8 @@ def _size(file: str, owner: Mapping[str, Any], name: str) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise _wrong(file, name, value, "an integer")
-    if value > _LARGEST_SIZE:
-        raise _wrong(file, name, value, f"at most {_LARGEST_SIZE}")
+    if value > _MAX_SIZE:
+        raise _wrong(file, name, value, f"at most {_MAX_SIZE}")
     return int(value) if value > 0 else None
 
 
@@ -368,8 +387,8 @@ def write_files(
     tokenizer: str | None,
     folder: Path,
 ) -> None:
-    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`. Raises QsampleError for a tokenizer that
-    does not fit."""
+    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`. Raises QsampleError
+    for a tokenizer that does not fit."""
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     generation = _generation_config(settings, token_ids)
@@ -406,7 +425,9 @@ def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any
     own = dict(settings.generation)
     if not own and settings.search.get("do_sample"):
         own = {
-            name: settings.search[name] for name in _SEARCH if settings.search.get(name) is not None
+            name: settings.search[name]
+            for name in _SEARCH_FIELDS
+            if settings.search.get(name) is not None
         }
     own |= {"pad_token_id": token_ids.pad}
     if token_ids.bos is not None:

@@ -1,8 +1,8 @@
-"""A decoder file as its authors run it: a single row, no padding, a mask of 1, a cache that grows token by token.
+"""A decoder file as its authors run it: a single row, no padding, a mask of 1, a cache that grows
+token by token.
 
-A baked graph is compared with its logits. Further outputs show the positions, masks and scores of the file's
-arithmetic.
-"""
+A baked graph is compared with its logits. Further outputs show the positions, masks and scores of
+the file's arithmetic."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.addons.bake.conventions import (
-    FILLED,
     IDS,
     KEEP,
     LOGITS,
     MASK,
     POSITIONS,
+    TOTAL_TOKENS,
     WRITE,
     ForeignGraph,
 )
@@ -32,12 +32,14 @@ from qsample.ort.providers import CPU
 
 
 class Original:
-    """A session on the file. Caches are by the names of their inputs; a call takes the last call's cache."""
+    """A session on the file. Caches are by the names of their inputs; a call takes the last call's
+    cache."""
 
     def __init__(
         self, foreign: ForeignGraph, extra: Iterable[ir.Value] = (), *, rewritten: bool = False
     ) -> None:
-        """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory, not its file."""
+        """extra: values of `foreign` that are outputs as well. rewritten: run the model in memory,
+        not its file."""
         self._presents = {
             str(past.name): str(present.name)
             for layer in foreign.layers
@@ -95,7 +97,7 @@ class Original:
             MASK: np.ones((1, total), np.int64),
             POSITIONS: np.arange(done, total)[None],
             WRITE: np.array([done], np.int64),
-            FILLED: np.array([total], np.int64),
+            TOTAL_TOKENS: np.array([total], np.int64),
             **dict.fromkeys(KEEP, np.array(0, np.int64)),
             **past,
         }
@@ -126,9 +128,10 @@ class Original:
 
 
 def probes(longest: int) -> list[tuple[int, int]]:
-    """Calls, as numbers of cached and of new tokens, that show the use of positions in a file; the last fills a cache
-    of `longest` tokens. Neighbours tell a window from a chunk: both end with the keys before a token, but from a token
-    to the next, a window moves and a chunk grows. A depth in between shows what changes with the depth."""
+    """Calls, as numbers of cached and of new tokens, that show the use of positions in a file; the
+    last fills a cache of `longest` tokens. Neighbours tell a window from a chunk: both end with the
+    keys before a token, but from a token to the next, a window moves and a chunk grows. A depth in
+    between shows what changes with the depth."""
     depths = (0, longest * 5 // 8, longest - 2)
     return [
         (max(depth, 0), min(count, longest)) for depth, count in zip(depths, (9, 2, 2), strict=True)
@@ -138,8 +141,8 @@ def probes(longest: int) -> list[tuple[int, int]]:
 def reference(
     original: Original, vocab_size: int, limit: int | None, windows: Iterable[int]
 ) -> Reference:
-    """The file's logits on random prompts of different lengths (seeded), the longest beyond its attention windows.
-    limit: the positions that it knows; None for any number."""
+    """The file's logits on random prompts of different lengths (seeded), the longest beyond its
+    attention windows. limit: the positions that it knows; None for any number."""
     generator = np.random.default_rng(0)
     sizes = sorted({window for window in windows if window > 0})
     lengths, passed = reference_lengths(limit, sizes)

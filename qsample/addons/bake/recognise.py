@@ -28,7 +28,7 @@ from qsample.addons.bake.conventions import (
     NEWEST_OPSET,
     OLDEST_OPSET,
     PAST_OF_ATTENTION,
-    RECURRENT,
+    RECURRENT_STATE_NAME,
     REFUSED_INPUTS,
     REFUSED_OPERATORS,
     STATE,
@@ -57,7 +57,8 @@ _OPERATORS_WITH_FUNCTIONS: Final = (
     "MatMulNBits",
 )
 _AXES_OF_IDS: Final = ("rows", "tokens")
-_MAX_NODES: Final = 50_000  # twice the nodes of a graph with 100 layers
+# A graph of 100 layers has half as many nodes.
+_MAX_NODES: Final = 50_000
 
 
 def load(path: Path) -> ir.Model:
@@ -215,7 +216,7 @@ def _caches(path: Path, graph: ir.Graph, recurrences: Iterable[Recurrence]) -> l
     states = {recurrence.past for recurrence in recurrences}
     caches = [value for value in graph.inputs if value.name not in CALLS and value not in states]
     for value in caches:
-        if re.fullmatch(RECURRENT, str(value.name)):
+        if re.fullmatch(RECURRENT_STATE_NAME, str(value.name)):
             raise refusal(
                 path,
                 f"it has recurrent states, and {value.name} is not that of a LinearAttention or CausalConvWithState "

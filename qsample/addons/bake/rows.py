@@ -1,14 +1,14 @@
-"""The rows of a batch in a foreign graph: their positions, computed from the contract's inputs, in place of
-attention_mask and position_ids; their recurrent states; the choice of each row's last real token before the head; and
-one rotary table of two.
+"""The rows of a batch in a foreign graph: their positions, computed from the contract's inputs, in
+place of attention_mask and position_ids; their recurrent states; the choice of each row's last real
+token before the head; and one rotary table of two.
 
-A rotary table that follows the length of a batch (longrope) cannot stay: another row in the batch must not change a
-row's tokens, and a cache that was filled with one table cannot be read with the other.
+A rotary table that follows the length of a batch (longrope) cannot stay: another row in the batch
+must not change a row's tokens, and a cache that was filled with one table cannot be read with the
+other.
 
-LinearAttention and CausalConvWithState read all tokens of a call. Of a token that is not real, keys, values and decay
-become 0, so that nothing is written and nothing decays. The inputs of a convolution are kept up to the row's last real
-token. A row that begins starts from zeros.
-"""
+LinearAttention and CausalConvWithState read all tokens of a call. Of a token that is not real,
+keys, values and decay become 0, so that nothing is written and nothing decays. The inputs of a
+convolution are kept up to the row's last real token. A row that begins starts from zeros."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ Dims = Iterable[Any]
 _INT32: Final = ir.DataType.INT32
 _INT64: Final = ir.DataType.INT64
 _BOOL: Final = ir.DataType.BOOL
-# Operators that compute a position from the length of the past, the mask or the number of new tokens.
-_COUNTING: Final = (
+# Operators that compute a position from the length of the past, the mask or the number of new
+# tokens.
+_COUNTING_OPERATORS: Final = (
     *(
         "Range",
         "Add",
@@ -63,15 +64,19 @@ _COUNTING: Final = (
 _PRODUCTS: Final = ("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "FusedMatMul", "MatMulFpQ4")
 _ALONG: Final = ("Cast", "Mul", "Div", "Add", "Sub", "Tanh", "Identity", "Neg", "Clip", "Where")
 _SHAPES: Final = ("Reshape", "Unsqueeze", "Squeeze", "Slice", "Gather", "Identity")
-_RANK: Final = 3  # of hidden states, [B, S, size]
+# Hidden states are [B, S, size].
+_HIDDEN_RANK: Final = 3
 CHOICES: Final = ("short", "long")
-# Inputs of LinearAttention. Without decay or beta, it has no such input.
-_KEY, _VALUE, _DECAY, _BETA = 1, 2, 4, 5
+# The inputs of LinearAttention; decay and beta may be absent.
+_KEY: Final = 1
+_VALUE: Final = 2
+_DECAY: Final = 4
+_BETA: Final = 5
 _LINEAR: Final = "recurrent_state"
 
 
 class Nodes:
-    """New nodes of `graph`; every name starts with PREFIX; no other exporter uses it."""
+    """Adds nodes to `graph`. Their names begin with PREFIX, which no exporter uses."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
@@ -138,11 +143,10 @@ class Nodes:
 class Rows:
     """Values of the graph; B rows of S new tokens, in caches of T.
 
-    positions: [B, S] int64, of the new tokens, padding included; less than T. seqlens_k: [B] int32 and
-    total_sequence_length: int32 scalar, as GroupQueryAttention takes them. last: [B, 1] int64, the index of a row's
-    last real token. lengths, input_lengths, status: the contract's inputs; a graph without recurrences has no status.
-    steps: [S] int64, 0 to S - 1.
-    """
+    positions: [B, S] int64, of the new tokens, padding included; less than T. seqlens_k: [B] int32
+    and total_sequence_length: int32 scalar, as GroupQueryAttention takes them. last: [B, 1] int64,
+    the index of a row's last real token. lengths, input_lengths, status: the contract's inputs; a
+    graph without recurrences has no status. steps: [S] int64, 0 to S - 1."""
 
     positions: ir.Value
     seqlens_k: ir.Value
@@ -157,10 +161,10 @@ class Rows:
 def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
     """Compute `Rows` in the graph.
 
-    GroupQueryAttention takes the new tokens' place to start at seqlens_k + 1 - S. So a row's padding counts: with
-    lengths + input_lengths in its place, a padded chunk would be written S - input_lengths too early. More rows with
-    several tokens are a first prefill, recognised by S == total_sequence_length.
-    """
+    GroupQueryAttention takes the new tokens' place to start at seqlens_k + 1 - S. So a row's
+    padding counts: with lengths + input_lengths in its place, a padded chunk would be written S -
+    input_lengths too early. More rows with several tokens are a first prefill, recognised by S ==
+    total_sequence_length."""
     ids = foreign.input(IDS)
     assert ids is not None
     lengths, input_lengths, status = (
@@ -217,8 +221,9 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
 
 
 def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:
-    """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself. In runs of the file,
-    they equal past, past + 1, ... for several pasts, up to `longest` tokens, and numbers of tokens."""
+    """Values [1, S] that hold the positions of the new tokens, in a graph that counts them itself.
+    In runs of the file, they equal past, past + 1, ... for several pasts, up to `longest` tokens,
+    and numbers of tokens."""
     candidates = _counting_values(foreign)
     if not candidates:
         return []
@@ -247,7 +252,7 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
     seen: set[ir.Node] = set()
     while waiting:
         for node, _ in waiting.pop().uses():
-            if node in seen or node.op_type not in _COUNTING:
+            if node in seen or node.op_type not in _COUNTING_OPERATORS:
                 continue
             seen.add(node)
             value = node.outputs[0]
@@ -262,14 +267,16 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
 
 
 def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Value]) -> None:
-    """Replace position_ids, and positions that the graph counts, by the rows' positions."""
+    """Replace position_ids, and the positions that the graph counts itself, by the rows'
+    positions."""
     given = foreign.input(POSITIONS)
     for value in (*([given] if given is not None else []), *counted):
         value.replace_all_uses_with(rows.positions)
 
 
 def check_free_of_sizes(foreign: ForeignGraph) -> None:
-    """Raise UnsupportedModelError if the graph still reads the mask, or its caches' length: this is a capacity now."""
+    """Raise UnsupportedModelError if the graph still reads the mask or the length of its caches, a
+    capacity by now."""
     mask = foreign.input(MASK)
     if mask is not None and mask.uses():
         users = sorted({node.op_type for node, _ in mask.uses()})
@@ -298,8 +305,9 @@ def _reads_fixed_axes(shape: ir.Node) -> bool:
 
 
 def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
-    """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now on. Tokens that the
-    file itself leaves out before its head (Slice, Gather) are chosen here instead."""
+    """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now
+    on. Tokens that the file itself leaves out before its head (Slice, Gather) are chosen here
+    instead."""
     graph, old = foreign.graph, foreign.logits
     dims = ["B", foreign.vocab_size]
     head, following = _head(old)
@@ -333,7 +341,8 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
 
 
 def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
-    """The product that makes the logits, None if there is none, and the nodes after it, the last first."""
+    """The product that makes the logits, None if there is none, and the nodes after it, the last
+    first."""
     following: list[ir.Node] = []
     node = logits.producer()
     while node is not None and node.op_type not in _PRODUCTS:
@@ -362,7 +371,7 @@ def _hidden(value: ir.Value | None) -> ir.Value:
             node.op_type in ("Slice", "Gather") and _is_along_tokens(node)
         ):
             found = top
-    is_hidden = found.shape is None or len(found.shape) == _RANK
+    is_hidden = found.shape is None or len(found.shape) == _HIDDEN_RANK
     return found if is_hidden else value
 
 
@@ -384,10 +393,11 @@ def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
 
 
 def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
-    """Put a single table in the place of each If that chooses between two, in place: "short", also by default, or
-    "long". Returns the tokens up to which the file itself takes the short table, or the rows of the long table; None if
-    the graph has no such If. Raises QsampleError for a `rope` that the file cannot follow, and UnsupportedModelError
-    for an If that chooses anything but constants."""
+    """Put a single table in the place of each If that chooses between two, in place: "short", also
+    by default, or "long". Returns the tokens up to which the file itself takes the short table, or
+    the rows of the long table; None if the graph has no such If. Raises QsampleError for a `rope`
+    that the file cannot follow, and UnsupportedModelError for an If that chooses anything but
+    constants."""
     choices = [node for node in foreign.graph if node.op_type == "If"]
     if not choices:
         if rope is not None:
@@ -445,9 +455,10 @@ def _constants(foreign: ForeignGraph, node: ir.Node, branch: ir.Graph) -> list[A
 
 
 def keep_states(foreign: ForeignGraph, nodes: Nodes, rows: Rows) -> ForeignGraph:
-    """`foreign` with recurrences that read real tokens only, in place; the next states of convolutions are new values.
-    Padding becomes the row's first token, whose hidden states are numbers: keys of a padding token may be 0, and a norm
-    of them NaN, and an attention would spread it."""
+    """`foreign` with recurrences that read real tokens only, in place; the next states of
+    convolutions are new values. Padding becomes the row's first token, whose hidden states are
+    numbers: keys of a padding token may be 0, and a norm of them NaN, and an attention would spread
+    it."""
     ids = foreign.input(IDS)
     assert ids is not None
     assert rows.status is not None
@@ -504,7 +515,8 @@ def _leave_out(node: ir.Node, places: Sequence[int], real: ir.Value, nodes: Node
 def _end_at_last(
     foreign: ForeignGraph, each: Recurrence, past: ir.Value, counts: ir.Value, nodes: Nodes
 ) -> ir.Value:
-    """The next state of a convolution: the inputs [B, C, K - 1] before and up to the row's last real token."""
+    """The next state of a convolution: the inputs [B, C, K - 1] before and up to the row's last
+    real token."""
     channels, width = each.shape
     source = each.node.inputs[0]
     joined = nodes("Concat", [past, source], each.dtype, ["B", channels, None], axis=-1)

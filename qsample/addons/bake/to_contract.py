@@ -1,12 +1,12 @@
-"""A rewritten foreign graph gets ONNX Runtime's operators, the contract's names and axes, our opset, and the shapes of
-its values.
+"""A rewritten foreign graph gets ONNX Runtime's operators, the contract's names and axes, our
+opset, and the shapes of its values.
 
-Operators that ONNX has since opset 23 become ONNX Runtime's: compile fuses these, and every provider has them. The
-graph then gets the oldest opset from OPSET on that has all of its operators.
+Operators that ONNX has since opset 23 become ONNX Runtime's: compile fuses these, and every
+provider has them. The graph then gets the oldest opset from OPSET on that has all of its operators.
 
-Shapes are measured by runs at several sizes, for graphs that came without, as TorchScript's exporter writes them: shape
-inference does not follow sizes through Shape, Gather and Concat, and a fusion knows a pattern by its shapes.
-"""
+Shapes are measured by runs at several sizes, for graphs that came without, as TorchScript's
+exporter writes them: shape inference does not follow sizes through Shape, Gather and Concat, and a
+fusion knows a pattern by its shapes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from qsample.ort.providers import CPU
 _IR_VERSION: Final = 10
 _AXES: Final = {"batch_size": "B", "sequence_length": "S"}
 _OURS: Final = ("B", "S", "T")
-# No two axes have the same sizes in all of them; several rows with several tokens are a first prefill.
+# No two axes have the same sizes in all of them; several rows with several tokens are a first
+# prefill.
 _SIZES: Final = ((2, 3, 37), (3, 5, 41), (1, 1, 7), (1, 4, 300))
-# Further sizes for graphs that count tokens by their contents, as some mixtures count those of each expert: few counts
-# are equal in all of the runs.
-_MANY: Final = (1, 100, 301)
-_MOST_NUMBERS: Final = 16  # of a constant that comes from shapes
-_AXES_INPUT: Final = (
-    18  # the opset from which reductions take their axes as an input, and Split says how many parts
-)
+# Further sizes for graphs that count tokens by their contents, as some mixtures count the tokens of
+# each expert: few counts are equal in all of the runs.
+_MANY_TOKENS_SIZES: Final = (1, 100, 301)
+# A constant that is computed from shapes has at most this many numbers.
+_MAX_NUMBERS: Final = 16
+# Since this opset, reductions take their axes as an input, and Split states the number of parts.
+_AXES_INPUT_OPSET: Final = 18
 _REDUCTIONS: Final = (
     *(
         "ReduceMean",
@@ -57,14 +58,13 @@ _REDUCTIONS: Final = (
     ),
     "ReduceSumSquare",
 )
-_COUNTS: Final = (
-    "Range",
-    "NonZero",
-    "Compress",
-    "Unique",
-)  # sizes of their outputs can follow from contents
-_ROTARY: Final = ("interleaved", "num_heads", "rotary_embedding_dim")
-_COS, _SIN, _POSITIONS = 1, 2, 3  # inputs of ONNX's RotaryEmbedding
+# The sizes of their outputs may depend on the contents of their inputs.
+_COUNTING_OPERATORS: Final = ("Range", "NonZero", "Compress", "Unique")
+_ROTARY_ATTRIBUTES: Final = ("interleaved", "num_heads", "rotary_embedding_dim")
+# The inputs of ONNX's RotaryEmbedding.
+_COS: Final = 1
+_SIN: Final = 2
+_POSITIONS: Final = 3
 
 
 def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
@@ -89,8 +89,8 @@ def interface_of(foreign: ForeignGraph, features: Features) -> Interface:
 def use_contract_names(
     foreign: ForeignGraph, logits: ir.Value, rows: Rows, interface: Interface
 ) -> ir.Model:
-    """The model up to its logits, as `Interface.model` has it; in place. Raises UnsupportedModelError for an input of
-    the file that is still used and not in the contract."""
+    """The model up to its logits, as `Interface.model` has it; in place. Raises
+    UnsupportedModelError for an input of the file that is still used and not in the contract."""
     model, graph = foreign.model, foreign.graph
     ids = foreign.input(IDS)
     assert ids is not None
@@ -158,16 +158,25 @@ def _rename_axes(graph: ir.Graph) -> None:
 def record_shapes(
     model: ir.Model, folder: Path, limit: int | None = None, *, vocab_size: int = 1
 ) -> int:
-    """Give every value of the main graph of `model`, an `Interface.model`, its shape and dtype, in place; return how
-    many became constants. folder: of its external data. limit: the positions that it knows; None for any number.
-    vocab_size: of the ids that are tried."""
+    """Give every value of the main graph its shape and dtype, in place.
+
+    Args:
+        model: the model of an `Interface.model`.
+        folder: the folder of its external data.
+        limit: the number of positions that it knows; None for any number.
+        vocab_size: the vocabulary from which the ids of the runs are drawn.
+
+    Returns:
+        The number of values that became constants.
+    """
     from_shapes = _from_shapes(model.graph)
     counts = any(
-        node.op_type in _COUNTS and not from_shapes.issuperset(node.outputs) for node in model.graph
+        node.op_type in _COUNTING_OPERATORS and not from_shapes.issuperset(node.outputs)
+        for node in model.graph
     )
     sizes = [
         (rows, min(tokens, limit or tokens), min(capacity, limit or capacity))
-        for rows, tokens, capacity in (*_SIZES, *([_MANY] if counts else []))
+        for rows, tokens, capacity in (*_SIZES, *([_MANY_TOKENS_SIZES] if counts else []))
     ]
     runs = [
         _run(model, folder, dict(zip((BATCH, SEQUENCE, CAPACITY), each, strict=True)), vocab_size)
@@ -194,7 +203,13 @@ def record_shapes(
 
 
 class _Found(NamedTuple):
-    """A value in a run. numbers: None if too many."""
+    """A value in a run.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        numbers: its numbers; None if there are too many.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -204,8 +219,8 @@ class _Found(NamedTuple):
 def _run(
     model: ir.Model, folder: Path, axes: Mapping[str, int], vocab_size: int
 ) -> dict[str, _Found]:
-    """The values of the main graph by name, with random tokens (seeded) in empty caches; not values that constants
-    alone make."""
+    """The values of the main graph by name, with random tokens (seeded) in empty caches; not values
+    that constants alone make."""
     graph = model.graph
     feeds = {str(value.name): zeros(value, axes) for value in graph.inputs}
     feeds[IDS] = np.random.default_rng(0).integers(0, vocab_size, feeds[IDS].shape)
@@ -220,7 +235,7 @@ def _run(
     names = [output.name for output in session.get_outputs()]
     arrays = zip(names, session.run(names, feeds), strict=True)
     return {
-        name: _Found(array.shape, array.dtype, array if array.size <= _MOST_NUMBERS else None)
+        name: _Found(array.shape, array.dtype, array if array.size <= _MAX_NUMBERS else None)
         for name, array in arrays
     }
 
@@ -307,7 +322,8 @@ def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Fou
 
 
 def rotary_tables(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """Positions, cosines and sines [positions, size] of ONNX's RotaryEmbedding; None if it computes its angles."""
+    """Positions, cosines and sines [positions, size] of ONNX's RotaryEmbedding; None if it computes
+    its angles."""
     cos, sin = node.inputs[_COS], node.inputs[_SIN]
     positions = node.inputs[_POSITIONS] if len(node.inputs) > _POSITIONS else None
     if cos is None or sin is None:
@@ -329,7 +345,8 @@ def rotary_tables(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
 
 
 def use_own_operators(foreign: ForeignGraph, nodes: Nodes) -> None:
-    """Replace RMSNormalization and RotaryEmbedding of ONNX by ONNX Runtime's operators, in place."""
+    """Replace RMSNormalization and RotaryEmbedding of ONNX by ONNX Runtime's operators, in
+    place."""
     for node in list(foreign.graph):
         if node.domain:
             continue
@@ -346,7 +363,7 @@ def use_own_operators(foreign: ForeignGraph, nodes: Nodes) -> None:
             )
         elif node.op_type == "RotaryEmbedding" and (tables := rotary_tables(node)) is not None:
             positions, *angles = tables
-            given = {name: node.attributes.get_int(name, 0) for name in _ROTARY}
+            given = {name: node.attributes.get_int(name, 0) for name in _ROTARY_ATTRIBUTES}
             inputs = [node.inputs[0], positions, *angles]
             new = nodes(
                 "RotaryEmbedding",
@@ -363,13 +380,14 @@ def use_own_operators(foreign: ForeignGraph, nodes: Nodes) -> None:
 
 
 def set_opset(foreign: ForeignGraph) -> None:
-    """To OPSET, or the next that has all operators as they are, in place; UnsupportedModelError if there is none.
-    Between opset 14 and OPSET, reductions and equal splits alone came to be written differently."""
+    """To OPSET, or the next that has all operators as they are, in place; UnsupportedModelError if
+    there is none. Between opset 14 and OPSET, reductions and equal splits alone came to be written
+    differently."""
     model, graph = foreign.model, foreign.graph
     have = graph.opset_imports[""]
     for node in graph.all_nodes():
         node.version = None
-        if have < _AXES_INPUT and not node.domain:
+        if have < _AXES_INPUT_OPSET and not node.domain:
             _write_inputs(graph, node)
     missing = ""
     for target in range(OPSET, max(have, OPSET) + 1):
