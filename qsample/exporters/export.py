@@ -140,7 +140,7 @@ def export_unpublished(
         loaded: the model.
         folder: a folder in scratch space, which is made.
         features: the features of its graph.
-        progress: as for `export_model`.
+        progress: see `export_model`.
 
     Raises:
         UnsupportedModelError, ParityError, QsampleError: as `export_model` does.
@@ -186,7 +186,7 @@ def _write(
 ) -> package.Manifest:
     """Write everything except the manifest of a package into `folder`, and return the manifest.
 
-    refer: as in `write_draft`.
+    refer: see `write_draft`.
     """
     origin, model = loaded.origin, loaded.model
     source = package.Source(

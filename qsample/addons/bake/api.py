@@ -51,7 +51,7 @@ def bake(
             the extra `export`). The manifest gets the figures; a float file that differs is
             refused.
         revision, cache_dir, token, local_files_only: how the hub is read, as in transformers.
-        overwrite, progress: as in `PackagedModel.compile`.
+        overwrite, progress: see `PackagedModel.compile`.
 
     Returns:
         The portable package. Nothing remains after an error.
