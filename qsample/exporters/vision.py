@@ -25,7 +25,7 @@ from qsample.errors import ParityError
 from qsample.exporters.lowering import fill_placeholders
 from qsample.exporters.parity import TOLERANCES, rounded_up
 from qsample.exporters.trace import trace
-from qsample.graph.save import INLINE
+from qsample.graph.save import MAX_INLINE_BYTES
 from qsample.graph.vision import compute_in_float32, furthest, give_features_as, vision_session
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.ort.session import VISION
@@ -75,7 +75,12 @@ def write_vision(
     else:
         narrow_weights(graph)
         # Small constants decide shapes, which onnx infers from this file alone.
-        ir.save(graph, folder / VISION, external_data=f"{VISION}.data", size_threshold_bytes=INLINE)
+        ir.save(
+            graph,
+            folder / VISION,
+            external_data=f"{VISION}.data",
+            size_threshold_bytes=MAX_INLINE_BYTES,
+        )
     del graph
     return compare_vision(model, module, folder, interface.dtype)
 

@@ -1,1 +1,1 @@
-"""Operations on ONNX graphs that export and compile share: edit, join, run."""
+"""Operations on ONNX graphs that export and compile share: edits, joins, weights, saving, runs."""

@@ -1,7 +1,7 @@
-"""Edits of graphs: constants and nodes with their shapes and dtypes recorded, what a node reads, and named axes.
+"""Edits of graphs: constants and nodes with shapes and dtypes, the values a node reads, named axes.
 
-`insert`, `cast` and `put_behind` put nodes before or after existing nodes; onnx_ir.tape and onnxscript's GraphBuilder
-make them only at the end of a graph.
+`insert`, `cast` and `put_behind` put nodes before or after existing nodes; onnx_ir.tape and
+onnxscript's GraphBuilder only add nodes at the end of a graph.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from qsample.contract.arrays import Array
 
 
 def initializer(graph: ir.Graph, name: str, array: Array) -> ir.Value:
-    """The initializer `name` of `graph`, made from `array` unless it is there already."""
+    """The initializer `name` of `graph`, made from `array` if the graph does not have it."""
     if name not in graph.initializers:
-        # ascontiguousarray gives a scalar an axis
-        graph.register_initializer(
-            constant_value(name, ir.tensor(np.asarray(array, order="C"), name=name))
-        )
+        # np.ascontiguousarray would give a scalar an axis.
+        tensor = ir.tensor(np.asarray(array, order="C"), name=name)
+        graph.register_initializer(constant_value(name, tensor))
     return graph.initializers[name]
 
 
 def lazy_initializer(
     name: str, shape: Iterable[int], dtype: ir.DataType, compute: Callable[[], Array]
 ) -> ir.Value:
-    """An initializer to register; its numbers are computed whenever they are read, as by saving, and not kept."""
+    """An initializer to register, whose numbers are computed at each read and not stored."""
 
     def tensor() -> ir.TensorProtocol:
         return ir.Tensor(compute(), dtype=dtype, name=name)
@@ -39,8 +38,9 @@ def lazy_initializer(
 
 
 def constant_value(name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    """A value with the numbers, dtype and shape of `tensor`, for a graph to register."""
-    shape, dtype = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+    """An initializer to register, with the numbers, dtype and shape of `tensor`."""
+    shape = ir.Shape(tensor.shape.numpy())
+    dtype = ir.TensorType(tensor.dtype)
     return ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
 
 
@@ -54,7 +54,21 @@ def insert(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Put a node with an output of `shape` and `dtype` (by default the first input's) before `before`; return that."""
+    """Put a node with one output before another node.
+
+    Args:
+        before: the node in front of which it is put.
+        op_type: the operator.
+        inputs: the inputs; None for an absent input.
+        shape: the shape of the output; None if it is unknown.
+        attributes: the attributes.
+        domain: the domain of the operator.
+        dtype: the dtype of the output, by default that of the first input.
+        name: the name of the node and of the output.
+
+    Returns:
+        The output.
+    """
     output = _output(ir.node(op_type, inputs, attributes, domain=domain, name=name), shape, dtype)
     output.name = name
     assert before.graph is not None
@@ -63,16 +77,22 @@ def insert(
 
 
 def _output(node: ir.Node, shape: Iterable[Any] | None, dtype: ir.DataType | None) -> ir.Value:
-    output, first = node.outputs[0], node.inputs[0]
+    output = node.outputs[0]
     output.shape = None if shape is None else ir.Shape(list(shape))
-    dtype = first.dtype if dtype is None and first is not None else dtype
+    first = node.inputs[0]
+    if dtype is None and first is not None:
+        dtype = first.dtype
     if dtype is not None:
-        output.type = ir.TensorType(dtype)  # not the input's: a type can be changed in place
+        # A type is not shared with the input, because it can be changed in place.
+        output.type = ir.TensorType(dtype)
     return output
 
 
 def cast(value: ir.Value, dtype: ir.DataType, before: ir.Node | None = None) -> ir.Value:
-    """`value` as `dtype`, cast right after it is computed, or before `before`; `value` itself if it is that already."""
+    """`value` as `dtype`; `value` itself if it has that dtype.
+
+    The cast stands right after the node of `value`, or before the node `before`.
+    """
     if value.dtype == dtype:
         return value
     if before is not None:
@@ -91,8 +111,19 @@ def put_behind(
     dtype: ir.DataType | None = None,
     name: str | None = None,
 ) -> ir.Value:
-    """Let readers of `value` read a new node's output, right after it; return that. others: the node's further inputs.
-    dtype: of the output, by default `value`'s; it has the shape of `value`."""
+    """Put a node right behind `value`, and let all readers of `value` read its output.
+
+    Args:
+        value: the first input of the node; the output has its shape.
+        op_type: the operator.
+        others: the further inputs.
+        attributes: the attributes.
+        dtype: the dtype of the output, by default that of `value`.
+        name: the name of the node.
+
+    Returns:
+        The output.
+    """
     node = ir.node(op_type, [value, *others], attributes, name=name)
     output = _output(node, value.shape, dtype)
     value.replace_all_uses_with(output, replace_graph_outputs=True)
@@ -103,7 +134,8 @@ def put_behind(
 
 def _insert_behind(value: ir.Value, output: ir.Value) -> None:
     """Put the node that computes `output` right after the node of `value`."""
-    first, second = value.producer(), output.producer()
+    first = value.producer()
+    second = output.producer()
     assert first is not None
     assert second is not None
     assert first.graph is not None
@@ -111,7 +143,7 @@ def _insert_behind(value: ir.Value, output: ir.Value) -> None:
 
 
 def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:
-    """`source` with its last axes as in `sizes`; these start with a 0 for each axis that is kept."""
+    """`source` with other last axes. sizes: a 0 for each axis that stays, then the new axes."""
     assert source.shape is not None
     assert before.graph is not None
     kept = list(source.shape)[: list(sizes).count(0)]
@@ -124,19 +156,25 @@ def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value
 
 
 def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
-    """The initializer of `graph` with the target shape `sizes`, shared by all reshapes to it."""
+    """The initializer of `graph` with the target shape `sizes`, which all such reshapes share."""
     return initializer(graph, "shape_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64))
 
 
 def suffixed(node: ir.Node, suffix: str) -> str | None:
-    """The name of a node that takes the place of `node`; None if that has no name, because names are unique."""
+    """The name of a node that replaces `node`; None if that has no name, because names are
+    unique."""
     return f"{node.name}_{suffix}" if node.name else None
 
 
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Put `new` in the place of `old`; the last one's output takes over the name, type, shape and uses of `old`'s."""
-    output, replacement = old.outputs[0], new[-1].outputs[0]
-    replacement.shape, replacement.type = output.shape, output.type
+    """Replace `old` by the nodes `new`.
+
+    The output of the last node gets the name, type, shape and uses of the output of `old`.
+    """
+    output = old.outputs[0]
+    replacement = new[-1].outputs[0]
+    replacement.shape = output.shape
+    replacement.type = output.type
     assert old.graph is not None
     old.graph.insert_before(old, new)
     output.replace_all_uses_with(replacement, replace_graph_outputs=True)
@@ -145,29 +183,32 @@ def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:
 
 
 def replace_outputs(old: ir.Node, new: ir.Node) -> None:
-    """Let readers of `old`'s outputs read the outputs of `new`, and give these the names, types and shapes."""
-    for marked, value in zip(old.outputs, new.outputs, strict=True):
-        value.type, value.shape = marked.type, marked.shape
-        name, marked.name = marked.name, f"{marked.name}_marker"
-        value.name = name
-        marked.replace_all_uses_with(value, replace_graph_outputs=True)
+    """Let readers of the outputs of `old` read those of `new`, with the same names, types and
+    shapes."""
+    for output, replacement in zip(old.outputs, new.outputs, strict=True):
+        replacement.type = output.type
+        replacement.shape = output.shape
+        name = output.name
+        output.name = f"{name}_marker"
+        replacement.name = name
+        output.replace_all_uses_with(replacement, replace_graph_outputs=True)
 
 
 def drop_unread(graph: ir.Graph, values: Iterable[ir.Value | None]) -> None:
-    """Take the initializers of `graph` that are among `values` away, unless something reads them."""
+    """Remove the initializers of `graph` that are among `values` and that nothing reads."""
     for value in values:
         if value is not None and value.is_initializer() and not value.uses():
             graph.initializers.pop(str(value.name), None)
 
 
 def constant(value: ir.Value | None) -> Array | None:
-    """The numbers of a constant, None for a computed value."""
+    """The numbers of a constant; None for a computed value."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 class Part(NamedTuple):
-    """Indices start to stop, stop excluded, of the last axis of `source`."""
+    """The indices from start to stop, excluding stop, along the last axis of `source`."""
 
     source: ir.Value
     start: int
@@ -175,31 +216,52 @@ class Part(NamedTuple):
 
 
 def part_of(value: ir.Value | None) -> Part | None:
-    """The part that `value` is, if a Split or Slice of the last axis at constant indices cuts it."""
+    """The part of another value that `value` is, if a Split or a Slice of the last axis makes it.
+
+    None if the indices are computed, or for any other value.
+    """
     node = producer(value)
-    source = node.inputs[0] if node is not None and node.inputs else None
-    if value is None or node is None or source is None or source.shape is None:
+    if value is None or node is None or not node.inputs:
         return None
-    last = len(source.shape) - 1
-    if node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, last):
-        sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        if sizes is not None:
-            index = node.outputs.index(value)
-            return Part(source, int(sizes[:index].sum()), int(sizes[: index + 1].sum()))
+    source = node.inputs[0]
+    if source is None or source.shape is None:
+        return None
+    if node.op_type == "Split":
+        return _part_of_split(node, source, value)
     if node.op_type == "Slice":
-        numbers = [constant(number) for number in node.inputs[1:]]
-        if all(number is not None and number.size == 1 for number in numbers) and len(numbers) >= 3:
-            start, stop, axis, *step = (
-                int(number.item()) for number in numbers if number is not None
-            )
-            size = source.shape[last]
-            if axis in (-1, last) and step in ([], [1]) and start >= 0 and isinstance(size, int):
-                return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
+        return _part_of_slice(node, source)
     return None
 
 
+def _part_of_split(node: ir.Node, source: ir.Value, value: ir.Value) -> Part | None:
+    assert source.shape is not None
+    last = len(source.shape) - 1
+    sizes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if sizes is None or node.attributes.get_int("axis", 0) not in (-1, last):
+        return None
+    index = node.outputs.index(value)
+    return Part(source, int(sizes[:index].sum()), int(sizes[: index + 1].sum()))
+
+
+def _part_of_slice(node: ir.Node, source: ir.Value) -> Part | None:
+    assert source.shape is not None
+    last = len(source.shape) - 1
+    numbers: list[int] = []
+    for number in map(constant, node.inputs[1:]):
+        if number is None or number.size != 1:
+            return None
+        numbers.append(int(number.item()))
+    if len(numbers) < 3:
+        return None
+    start, stop, axis, *step = numbers
+    size = source.shape[last]
+    if axis not in (-1, last) or step not in ([], [1]) or start < 0 or not isinstance(size, int):
+        return None
+    return Part(source, start, min(stop, size) if stop >= 0 else size + stop)
+
+
 def reads(node: ir.Node) -> list[ir.Value]:
-    """The values that a node reads: its inputs, and the values read by the graphs inside it (of an If or a Scan)."""
+    """The values that a node reads: its inputs, and those that graphs inside it (If, Scan) read."""
     values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
@@ -213,7 +275,7 @@ def producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def with_loop_bodies(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes of a graph, then the nodes in the bodies of its Scans: all that is computed for a token."""
+    """The nodes of a graph, then those in the bodies of its Scans: all computations for a token."""
     bodies = [node.attributes["body"].as_graph() for node in graph if node.op_type == "Scan"]
     return [*graph, *(node for body in bodies for node in body)]
 
@@ -228,7 +290,13 @@ def ancestors(
     stop: Collection[ir.Node] = frozenset(),
     reads: Callable[[ir.Node], Iterable[ir.Value | None]] = reads,
 ) -> set[ir.Node]:
-    """The nodes outside `stop` that the values come from. reads: of each node, the values that count."""
+    """The nodes from which the values are computed.
+
+    Args:
+        values: the values.
+        stop: nodes at which the walk ends; they are not among the results.
+        reads: returns the values of a node that the walk follows.
+    """
     reached: set[ir.Node] = set()
     waiting = [value.producer() for value in values if value is not None]
     while waiting:
@@ -241,7 +309,13 @@ def ancestors(
 
 
 def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> ir.Node:
-    """A copy of `node` that reads and notes its values in `copies`; names get `suffix`."""
+    """A copy of `node`, whose names get a suffix.
+
+    Args:
+        node: the node.
+        copies: the copies of other values, which the copy reads; its outputs are added.
+        suffix: the suffix.
+    """
     inputs = [value if value is None else copies.get(value, value) for value in node.inputs]
     copy = ir.Node(
         node.domain,
@@ -253,14 +327,19 @@ def copy_node(node: ir.Node, copies: dict[ir.Value, ir.Value], suffix: str) -> i
         name=f"{node.name}_{suffix}",
     )
     for old, new in zip(node.outputs, copy.outputs, strict=True):
-        new.name, new.type, new.shape = f"{old.name}_{suffix}", old.type, old.shape
+        new.name = f"{old.name}_{suffix}"
+        new.type = old.type
+        new.shape = old.shape
         copies[old] = new
     return copy
 
 
 def fix_axes(model: ir.Model, sizes: Mapping[str, int]) -> bool:
-    """Give the named axes in `sizes` their size in every shape, in place. Returns whether any shape had such an axis.
-    Sizes computed from several axes lose their recorded name: shape inference finds them again."""
+    """Give the named axes in `sizes` their size in every shape, in place.
+
+    Sizes that are computed from several axes lose their name; shape inference finds them again.
+    Returns whether any shape had such an axis.
+    """
     modified = False
     for value in _values(model):
         if value.shape is None:

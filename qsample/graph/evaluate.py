@@ -1,4 +1,4 @@
-"""Runs the part of a graph that computes some of its values, on numbers of the caller's."""
+"""Runs the part of a graph that computes some of its values, on given numbers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from qsample.ort.providers import CPU
 
 
 class GraphPart:
-    """The part of `model` between `given` and `wanted`, its constants copied. inputs: graph inputs that it reads."""
+    """The part of `model` between the values `given` and the values `wanted`, as a session.
+
+    Attributes:
+        inputs: the graph inputs that the part reads, by name.
+    """
 
     def __init__(
         self, model: ir.Model, wanted: Iterable[ir.Value], given: Iterable[ir.Value] = ()
     ) -> None:
-        wanted, self._given = list(wanted), list(given)
+        wanted = list(wanted)
+        self._given = list(given)
         self.inputs = inputs_of(wanted, self._given)
         part = ir.convenience.extract(model.graph, [*self._given, *self.inputs.values()], wanted)
-        for value in self._given:  # constants among them stay initializers otherwise
+        for value in self._given:
+            # A given constant would stay an initializer.
             part.initializers.pop(str(value.name), None)
-        for value in part.initializers.values():  # a model given as bytes has no files next to it
+        for value in part.initializers.values():
+            # Constants are copied, because a model in memory has no files next to it.
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
         self._session = ort.InferenceSession(
@@ -39,42 +46,47 @@ class GraphPart:
         axes: Mapping[str, int],
         in_place: Mapping[str, Array] | None = None,
     ) -> list[Array]:
-        """The values wanted. feeds: values by name, by default zeros. axes: the size of each named axis. in_place:
-        arrays that take some of the values wanted, by name; they may be feeds, too."""
-        rest = {
-            name: zeros(value, axes) for name, value in self.inputs.items() if name not in feeds
-        }
-        wanted = {str(value.name) for value in self._given} | self.inputs.keys()
-        given = {name: array for name, array in feeds.items() if name in wanted}
-        own = in_place or {}
-        inputs = {
-            name: _on_cpu(np.ascontiguousarray(array)) for name, array in (given | rest).items()
-        }
-        outputs = {name: _on_cpu(array) for name, array in own.items()}
-        binding, names = (
-            self._session.io_binding(),
-            [output.name for output in self._session.get_outputs()],
-        )
-        for name, value in inputs.items():
-            binding.bind_ortvalue_input(name, value)
+        """Compute the wanted values.
+
+        Args:
+            feeds: the given values and inputs by name; missing inputs are zeros.
+            axes: the size of each named axis.
+            in_place: arrays for some of the wanted values, by name; they may be feeds, too.
+        """
+        readable = {str(value.name) for value in self._given} | self.inputs.keys()
+        arrays = {name: array for name, array in feeds.items() if name in readable}
+        for name, value in self.inputs.items():
+            if name not in feeds:
+                arrays[name] = zeros(value, axes)
+        in_place = in_place or {}
+        # ONNX Runtime reads and writes the arrays themselves, so they live until the run is over.
+        inputs = {name: _on_cpu(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        outputs = {name: _on_cpu(array) for name, array in in_place.items()}
+        names = [output.name for output in self._session.get_outputs()]
+        binding = self._session.io_binding()
+        for name, ort_value in inputs.items():
+            binding.bind_ortvalue_input(name, ort_value)
         for name in names:
             if name in outputs:
                 binding.bind_ortvalue_output(name, outputs[name])
             else:
                 binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        results = zip(names, binding.get_outputs(), strict=True)
-        return [own[name] if name in own else value.numpy() for name, value in results]
+        results: list[Array] = []
+        for name, ort_value in zip(names, binding.get_outputs(), strict=True):
+            results.append(in_place[name] if name in in_place else ort_value.numpy())
+        return results
 
 
 def _on_cpu(array: Array) -> ort.OrtValue:
-    """The array itself, as ONNX Runtime takes it; it has to be kept as long."""
+    """A view of the array for ONNX Runtime; the array has to live as long."""
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def with_outputs(model: ir.Model, values: Iterable[ir.Value]) -> bytes:
-    """`model`, serialized with `values` among its outputs; it is left as it was."""
-    graph, before = model.graph, list(model.graph.outputs)
+    """`model`, serialized with `values` among its outputs; the model itself does not change."""
+    graph = model.graph
+    before = list(graph.outputs)
     graph.outputs.extend(value for value in dict.fromkeys(values) if value not in before)
     try:
         serialized: bytes = ir.to_proto(model).SerializeToString()
@@ -94,9 +106,10 @@ def sizes(value: ir.Value, axes: Mapping[str, int]) -> list[int]:
 
 
 def inputs_of(values: Iterable[ir.Value], given: Iterable[ir.Value] = ()) -> dict[str, ir.Value]:
-    """The inputs of the graph that `values` are computed from, if `given` are known, by name."""
+    """The graph inputs, by name, from which `values` are computed if `given` are known."""
     inputs: dict[str, ir.Value] = {}
-    waiting, seen = list(values), set(given)
+    waiting = list(values)
+    seen = set(given)
     while waiting:
         value = waiting.pop()
         if value in seen:

@@ -1,6 +1,7 @@
-"""GroupQueryAttention, ONNX Runtime's attention operator: its inputs by name, the attentions of a graph, their windows.
+"""GroupQueryAttention, ONNX Runtime's attention operator: its inputs by name, and its windows.
 
-Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
+Source:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def attentions(graph: ir.Graph) -> list[ir.Node]:
 
 
 def get_input(attention: ir.Node, slot: int) -> ir.Value | None:
-    """The input in a slot; None if `attention` lacks it."""
+    """The input in a slot; None if `attention` does not have it."""
     return attention.inputs[slot] if len(attention.inputs) > slot else None
 
 
 def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> None:
-    """Connect `inputs` to their slots, in place; slots in between that `attention` lacks are added empty."""
+    """Connect `inputs` to their slots, in place; missing slots before them are added empty."""
     attention.resize_inputs(max(len(attention.inputs), max(inputs) + 1))
     for slot, value in inputs.items():
         attention.replace_input_with(slot, value)
@@ -59,7 +60,7 @@ def set_inputs(attention: ir.Node, inputs: Mapping[Slot, ir.Value | None]) -> No
 
 WINDOW: Final = "local_window_size"
 _MASK_RANK: Final = 4
-_ARITHMETIC: Final = (
+_ARITHMETIC_OPERATORS: Final = (
     "Add",
     "Sub",
     "Div",
@@ -72,34 +73,42 @@ _ARITHMETIC: Final = (
 
 
 def narrow_windows(model: ir.Model, windows: Mapping[int, int]) -> int:
-    """Replace each window that is a key of `windows` by its value, in place. Returns the number of places."""
-    numbers = {
-        sign * window: sign * narrow for window, narrow in windows.items() for sign in (1, -1)
-    }
-    places = 0
+    """Replace each window that is a key of `windows` by its value, in place.
+
+    Windows are attributes of attentions, or numbers in the arithmetic of masks. Returns the number
+    of replaced windows.
+    """
+    numbers: dict[int, int] = {}
+    for window, narrow in windows.items():
+        numbers[window] = narrow
+        numbers[-window] = -narrow
+    count = 0
     for attention in attentions(model.graph):
-        if (window := attention.attributes.get_int(WINDOW, -1)) in windows:
+        window = attention.attributes.get_int(WINDOW, -1)
+        if window in windows:
             attention.attributes[WINDOW] = ir.AttrInt64(WINDOW, windows[window])
-            places += 1
+            count += 1
     for node in model.graph:
-        if (
-            node.op_type not in _ARITHMETIC
-            or node.domain
-            or not any(_is_mask(value) for value in node.inputs)
-        ):
+        if not _computes_mask(node):
             continue
         for index, value in enumerate(node.inputs):
             number = constant(value)
             if number is not None and number.size == 1 and number.item() in numbers:
-                narrow = np.full_like(number, numbers[number.item()])
-                name = f"window_{narrow.item()}_{narrow.dtype}"
-                node.replace_input_with(index, initializer(model.graph, name, narrow))
-                places += 1
-    return places
+                array = np.full_like(number, numbers[number.item()])
+                name = f"window_{array.item()}_{array.dtype}"
+                node.replace_input_with(index, initializer(model.graph, name, array))
+                count += 1
+    return count
+
+
+def _computes_mask(node: ir.Node) -> bool:
+    """Whether `node` is arithmetic of integers in a mask."""
+    is_arithmetic = node.op_type in _ARITHMETIC_OPERATORS and not node.domain
+    return is_arithmetic and any(_is_mask(value) for value in node.inputs)
 
 
 def _is_mask(value: ir.Value | None) -> bool:
-    """Whether `value` is computed, of integers, and of a mask's rank."""
+    """Whether `value` is computed, has integers, and has the rank of a mask."""
     if value is None or value.dtype is None or value.shape is None or constant(value) is not None:
         return False
     return value.dtype.is_integer() and len(value.shape) == _MASK_RANK

@@ -1,9 +1,11 @@
-"""MoE and QMoE, ONNX Runtime's operators for mixtures of experts: their inputs by name, and how qsample uses them.
+"""MoE and QMoE, ONNX Runtime's operators for mixtures of experts, as qsample uses them.
 
-Every row goes through one expert, the one with the largest value in its `ROUTER` row, with weight 1: k is 1, and the
-weights of the chosen are normalised. The weights of a token's experts are applied after the operator.
+Each row goes through a single expert, whose value in its `ROUTER` row is the largest, with weight
+1: k is 1, and the weights of the selected experts are normalised. The weights of a token's experts
+are applied after the operator.
 
-Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.QMoE
+Source:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.QMoE
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from qsample.graph.operators import is_contrib
 OP_TYPE: Final = "MoE"
 QUANTIZED_OP_TYPE: Final = "QMoE"
 _PRODUCTS: Final = ("MatMul", "FusedMatMul", "Gemm")
-# Gate and up take turns in fc1: the CPU's kernels know no other way.
+# The rows of gate and up alternate in fc1, because the CPU's kernels support no other order.
 ATTRIBUTES: Final[dict[str, Any]] = {
     "k": 1,
     "normalize_routing_weights": 1,
@@ -29,7 +31,10 @@ ATTRIBUTES: Final[dict[str, Any]] = {
 
 
 class Slot(IntEnum):
-    """The index of each input of MoE. fc1: [E, 2 * I, H]. fc2: [E, H, I]. Biases: [E, 2 * I] and [E, H]."""
+    """The index of each input of MoE.
+
+    fc1 is [E, 2 * I, H], and fc2 is [E, H, I]; their biases are [E, 2 * I] and [E, H].
+    """
 
     INPUT = 0
     ROUTER = 1
@@ -40,8 +45,12 @@ class Slot(IntEnum):
 
 
 class QuantizedSlot(IntEnum):
-    """The index of each input of QMoE. Weights: as MoE's, uint8, packed along the last axis. Scales: [E, N, K / block
-    size]. Zero points: uint8, packed along the scales' last axis; without them, the middle level."""
+    """The index of each input of QMoE.
+
+    Weights have the shapes of MoE, as uint8, packed along the last axis. Scales are [E, N, K /
+    block size]. Zero points are uint8, packed along the last axis of the scales; without them, the
+    zero point is the middle level.
+    """
 
     INPUT = 0
     ROUTER = 1
@@ -61,18 +70,19 @@ def mixtures(graph: ir.Graph) -> list[ir.Node]:
 
 
 def gather_of_weights(node: ir.Node) -> ir.Value | None:
-    """The constant [E, N, K] of floats whose matrices `node`, a Gather, looks up; None for any other node."""
+    """The constant, [E, N, K] floats, whose matrices a Gather looks up; None for any other node."""
     if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return None
     weights = node.inputs[0]
     if weights is None or not weights.is_initializer() or weights.const_value is None:
         return None
     floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return weights if len(weights.const_value.shape) == 3 and weights.dtype in floats else None
+    has_matrices = len(weights.const_value.shape) == 3 and weights.dtype in floats
+    return weights if has_matrices else None
 
 
 def routers(graph: ir.Graph) -> set[ir.Node]:
-    """The products that score the experts: those nearest to the values that choose them."""
+    """The products that score the experts: the last products before the experts are selected."""
     choices = [
         node.inputs[Slot.ROUTER] for node in graph if is_contrib(node, OP_TYPE, QUANTIZED_OP_TYPE)
     ]

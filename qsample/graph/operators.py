@@ -1,9 +1,9 @@
-"""The operators of exported graphs: ONNX's version, ONNX Runtime's own domain, and the layout of MatMulNBits.
+"""The operators of exported graphs: ONNX's version, ONNX Runtime's domain, MatMulNBits' layout.
 
 MatMulNBits is the product with weights of 2, 4 or 8 bits:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.MatMulNBits
 
-Loads NumPy only: the options of compile are checked even if onnx is not installed.
+The module loads NumPy only, because the options of compile are checked even without onnx.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-# 23 blocks the skip-norm fusion and 24's TopK lacks a CUDA kernel, so 20 is the newest opset that loses nothing.
+# The newest opset without a loss: 23 blocks the skip-norm fusion, and CUDA has no TopK of 24.
 OPSET: Final = 20
-CONTRIB_DOMAIN: Final = "com.microsoft"  # ONNX Runtime calls these contrib operators
+# The domain of the operators that ONNX Runtime calls contrib operators.
+CONTRIB_DOMAIN: Final = "com.microsoft"
 
 
 def is_contrib(node: ir.Node, *operators: str) -> bool:
-    """Whether `node` is an ONNX Runtime operator of these types."""
+    """Whether `node` is one of these operators of ONNX Runtime."""
     return node.domain == CONTRIB_DOMAIN and node.op_type in operators
 
 
 Bytes = npt.NDArray[np.uint8]
 MATMUL_NBITS: Final = "MatMulNBits"
-# The attribute accuracy_level: activations are rounded to int8 a block, as the fast CPU kernels take them.
+# Values of accuracy_level. The fast CPU kernels round the activations of each block to int8.
 INT8_ACTIVATIONS: Final = 4
 FLOAT32_ACTIVATIONS: Final = 1
 
@@ -39,7 +40,10 @@ def is_matmul_nbits(node: ir.Node) -> bool:
 
 
 def pack_bits(levels: Bytes, bits: int) -> Bytes:
-    """[N, n] levels as [N, ceil(n * bits / 8)] bytes, 8 / bits levels in each, the first in the low bits."""
+    """Pack levels into bytes: [N, n] gives [N, ceil(n * bits / 8)].
+
+    Each byte has 8 / bits levels, the first in the low bits.
+    """
     if bits == 8:
         return levels
     count = 8 // bits
@@ -51,5 +55,9 @@ def pack_bits(levels: Bytes, bits: int) -> Bytes:
 
 
 def middle_zero_points(rows: int, blocks: int, bits: int) -> Bytes:
-    """The zero points that MatMulNBits takes without such an input, 2 ** (bits - 1) each: packed by row, flat."""
-    return np.full(rows * -(-blocks * bits // 8), 0x88 if bits == 4 else 0x80, np.uint8)
+    """The zero points, 2 ** (bits - 1), that MatMulNBits has without such an input.
+
+    They are packed row by row: [rows * ceil(blocks * bits / 8)].
+    """
+    bytes_per_row = -(-blocks * bits // 8)
+    return np.full(rows * bytes_per_row, 0x88 if bits == 4 else 0x80, np.uint8)

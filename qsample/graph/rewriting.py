@@ -1,4 +1,4 @@
-"""onnxscript's rewrite rules in large graphs, in less time."""
+"""Faster matching for onnxscript's rewrite rules in large graphs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _LOCK: Final = threading.RLock()
 
 @contextmanager
 def operators_first() -> Iterator[None]:
-    """While open, a rule's pattern looks at the operator of a node before anything else; the matches are the same. A
-    pattern is tried at every node of a graph, and hardly any node has the operator that it ends with. onnxscript finds
-    that out late: a pattern with several results sorts all nodes of the graph by operator first, at every node. The
-    fusions of 36 layers take 3.4 s in place of 9 s.
+    """A context in which patterns compare the operator of a node first; the matches are the same.
 
-    The rules are made inside onnxscript and transformers, without a matcher as argument: so the class itself is
-    changed, for one thread at a time.
+    A pattern is tried at every node of a graph, and hardly any node has the operator with which the
+    pattern ends. onnxscript compares it late: at every node, a pattern with several results first
+    sorts all nodes of the graph by operator. With this context, the fusions of 36 layers take 3.4 s
+    instead of 9 s.
+
+    onnxscript and transformers make the rules without an argument for the matcher, so the class
+    itself is changed, for one thread at a time.
     """
     failed = MatchResult()
     failed.fail("another operator")
@@ -33,7 +35,8 @@ def operators_first() -> Iterator[None]:
         node: ir.Node,
         **options: Any,
     ) -> MatchResult:
-        wanted = self.pattern.output_nodes[0].op_identifier()  # None if it takes several
+        # None if the pattern allows several operators.
+        wanted = self.pattern.output_nodes[0].op_identifier()
         if wanted is not None and wanted[1] != node.op_type:
             return failed
         return match(self, model, graph, node, **options)

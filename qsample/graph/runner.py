@@ -1,7 +1,8 @@
-"""Runs a decode graph step by step, fed by name: for the parity gate, the self-test and measurements.
+"""Runs a decode graph step by step, fed by name: for the parity gate, the self-test, measurements.
 
-It copies every state but the cache in and out: simple enough to trust, and independent of the runtime's loop. The cache
-is written in place, in memory that the system hands out page by page, so a few tokens of a long cache cost little.
+It copies every state except the cache in and out, which is simple enough to trust, and independent
+of the runtime's loop. The cache is written in place, in memory that the system provides page by
+page, so a few tokens of a long cache cost little.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from qsample.ort.providers import CPU, open_session
 
 
 class GraphRunner:
-    """A decode graph and the `initial_state.onnx` beside it, with `capacity` tokens of state a row."""
+    """A decode graph and the `initial_state.onnx` of its folder, as sessions."""
 
     def __init__(
         self,
@@ -49,22 +50,29 @@ class GraphRunner:
         spec: GraphSpec | None = None,
         row_multiple: int | None = None,
     ) -> None:
-        """model: the decode graph, or a part of it, as `load_graph` reads it. folder: of the starting state. interface:
-        of the whole graph. spec: of `model` if it is a part, such as `interface.sampler`; the state has its further
-        inputs. row_multiple: in place of the graph's.
+        """Open the sessions.
 
-        weights_mapped: leave float weights in the mapped file, at the cost of speed; otherwise the kernels copy them
-        into another layout. Quantized weights are always copied: otherwise each call would dequantize every matrix.
+        Args:
+            model: the decode graph, or a part of it, as `load_graph` reads it.
+            folder: the folder of the starting state.
+            interface: the interface of the whole graph.
+            capacity: T, the tokens of state for each row.
+            providers: the execution providers of the decode graph.
+            weights_mapped: leave float weights in the mapped file, which is slower; otherwise the
+                kernels copy them into another layout. Quantized weights are always copied, because
+                otherwise each call would dequantize every matrix.
+            spec: the tensors of `model` if it is a part, such as `interface.sampler`. Its further
+                inputs belong to the state.
+            row_multiple: the value of ROW_MULTIPLE; by default that of the graph.
         """
-        options = session_options(
-            NO_PREPACKING if weights_mapped and not _has_quantized_weights(model) else None
-        )
-        # A single block for all values of a call takes twice the memory that is in use at a time, such as weights that
-        # are cast.
+        keeps_layout = weights_mapped and not _has_quantized_weights(model)
+        options = session_options(NO_PREPACKING if keeps_layout else None)
+        # A single block for all values of a call takes twice the memory that is in use at a time,
+        # for weights that are cast, for example.
         options.enable_mem_pattern = not weights_mapped
-        # It would copy a weight that is cast, or transpose a tied head's table.
+        # Folding would copy a weight that is cast, or transpose the table of a tied head.
         disabled = ["ConstantFolding"] if weights_mapped else None
-        # ONNX Runtime reads it in place.
+        # ONNX Runtime reads the array in place, so it has to live as long as the session.
         self._multiple = ort.OrtValue.ortvalue_from_numpy(np.array(row_multiple or 1, np.int64))
         if row_multiple is not None:
             options.add_initializer(ROW_MULTIPLE.name, self._multiple)
@@ -78,7 +86,7 @@ class GraphRunner:
         )
         self._input_names = {node.name for node in self._decoder.get_inputs()}
         self._output_names = [output.name for output in self._decoder.get_outputs()]
-        # A quantized graph's cache may have another dtype than the interface says.
+        # The cache of a quantized graph may have another dtype than the interface says.
         names = {dtype.onnxruntime: name for name, dtype in DTYPES.items()}
         self._types = {node.name: names[node.type] for node in self._decoder.get_inputs()}
         self._caches_are_bfloat16 = "bfloat16" in self._types.values()
@@ -90,7 +98,7 @@ class GraphRunner:
         self._capacity = capacity
 
     def start(self, rows: int) -> dict[str, Array]:
-        """The starting state of `rows` rows, row i with seed i."""
+        """The starting state of a number of rows; row i has seed i."""
         names = [output.name for output in self._initial_state.get_outputs()]
         feeds = {
             "seed": np.arange(rows, dtype=np.int64),
@@ -110,15 +118,20 @@ class GraphRunner:
         state: dict[str, Array],
         parameters: Mapping[str, Any] | None = None,
     ) -> dict[str, Array]:
-        """Run once and move `state` on.
+        """Run the graph once.
 
-        ids: [rows, S]. lengths: [rows], the real tokens. parameters: sampling parameters by input name, a number for
-        every row, [rows] or all values, and inputs of images; those not given are off, and temperature is 0. Returns
-        every output by name; the cache's are overwritten by the next step.
+        Args:
+            ids: [rows, S], token ids.
+            lengths: [rows], how many of them are real tokens.
+            state: the state by name, which is replaced by the next state.
+            parameters: sampling parameters and inputs of images by name: a number for all rows,
+                [rows], or the whole array. Missing parameters are off, and the temperature is 0.
+
+        Returns:
+            Every output by name. The next step overwrites those of the cache.
         """
-        feeds = self._feeds(
-            ids, lengths, state, {"emit": True, "temperature": 0.0} | dict(parameters or {})
-        )
+        given = {"emit": True, "temperature": 0.0} | dict(parameters or {})
+        feeds = self._feeds(ids, lengths, state, given)
         in_place = {retained_name(cache.name): feeds[cache.name] for cache in self._caches}
         binding = self._decoder.io_binding()
         for name, array in feeds.items():
@@ -132,10 +145,10 @@ class GraphRunner:
             else:
                 binding.bind_output(name)
         self._decoder.run_with_iobinding(binding)
-        outputs = zip(self._output_names, binding.get_outputs(), strict=True)
-        results = in_place | {
-            name: value.numpy() for name, value in outputs if name not in in_place
-        }
+        results = dict(in_place)
+        for name, value in zip(self._output_names, binding.get_outputs(), strict=True):
+            if name not in in_place:
+                results[name] = value.numpy()
         for name in state:
             state[name] = results.get(retained_name(name), state[name])
         if retained_name(LENGTHS.name) not in results:
@@ -143,15 +156,15 @@ class GraphRunner:
         return results
 
     def _element(self, array: Array) -> Any:
-        return (
-            DTYPES["bfloat16"].onnx
-            if array.dtype == np.uint16 and self._caches_are_bfloat16
-            else array.dtype.type
-        )
+        """The element type of an array for a binding; NumPy holds bfloat16 as uint16."""
+        if array.dtype == np.uint16 and self._caches_are_bfloat16:
+            return DTYPES["bfloat16"].onnx
+        return array.dtype.type
 
     def _feeds(
         self, ids: Array, lengths: Array, state: Mapping[str, Array], parameters: Mapping[str, Any]
     ) -> dict[str, Array]:
+        """The inputs of the graph by name."""
         rows = len(ids)
         sizes = {
             **self._interface.sizes,
@@ -168,7 +181,8 @@ class GraphRunner:
         given["searched_rows"] = np.arange(rows, dtype=np.int64)
         feeds: dict[str, Array] = {}
         for tensor in (*self._spec.inputs, *self._spec.states):
-            if tensor.name not in self._input_names:  # a graph cut off at its logits has fewer
+            if tensor.name not in self._input_names:
+                # A graph that ends at its logits has fewer inputs.
                 continue
             if tensor.name in given:
                 feeds[tensor.name] = given[tensor.name]
@@ -181,20 +195,21 @@ class GraphRunner:
 
 
 def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:
-    """`model` as bytes, and the folder that its external data are named from: `folder`, or one that holds them all."""
-    values = [
-        value
-        for value in all_initializers(model.graph)
-        if isinstance(value.const_value, ir.ExternalTensor)
-    ]
-    tensors = [
-        value.const_value for value in values if isinstance(value.const_value, ir.ExternalTensor)
-    ]
-    paths, real = [tensor.path for tensor in tensors], Path(os.path.realpath(folder))
+    """`model` as bytes, and the folder to which the names of its external data are relative.
+
+    This is `folder`, or if data lie elsewhere, the nearest folder that contains all of them.
+    """
+    values: list[ir.Value] = []
+    tensors: list[ir.ExternalTensor] = []
+    for value in all_initializers(model.graph):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            values.append(value)
+            tensors.append(value.const_value)
+    paths = [tensor.path for tensor in tensors]
+    real = Path(os.path.realpath(folder))
     if any(real not in Path(os.path.realpath(path)).parents for path in paths):
-        paths = [
-            os.path.realpath(path) for path in paths
-        ]  # ONNX Runtime opens no link that leads out
+        # ONNX Runtime does not open links that lead out of the folder.
+        paths = [os.path.realpath(path) for path in paths]
         folder = Path(os.path.commonpath([os.path.dirname(path) for path in paths]))
     for value, tensor, path in zip(values, tensors, paths, strict=True):
         value.const_value = relocated(tensor, os.path.relpath(path, folder), folder)
@@ -212,9 +227,10 @@ def _has_quantized_weights(model: ir.Model) -> bool:
 
 
 def _without_cache(initial_state: Path, interface: Interface) -> bytes:
-    """The graph of the starting state, without the cache, whose zeros need no computing."""
+    """The graph of the starting state without the cache, whose zeros are made directly."""
     model = ir.load(initial_state)
-    graph, caches = model.graph, {spec.name for spec in interface.cache_states}
+    graph = model.graph
+    caches = {spec.name for spec in interface.cache_states}
     graph.outputs[:] = [value for value in graph.outputs if value.name not in caches]
     needed = ancestors(graph.outputs)
     graph.remove([node for node in graph if node not in needed], safe=False)

@@ -1,12 +1,13 @@
-"""A graph in memory enters; its ONNX file leaves, with the weights in a file next to it.
+"""Writes a graph as an ONNX file, with the weights in a file next to it.
 
-Weights are computed and written once, piece by piece: threads compute the next pieces while this one writes and hashes.
-So the disk or all processors are busy, with a few pieces a thread in memory; tensors without pieces are there as a
-whole.
+Weights are computed and written once, piece by piece: threads compute the next pieces while the
+calling thread writes and hashes. So the disk or all processors are busy, and memory holds only a
+few pieces for each thread; tensors without pieces are in memory as a whole.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -25,18 +27,30 @@ from qsample.contract.arrays import Array
 from qsample.graph.edit import all_initializers
 from qsample.graph.pieces import Piece, pieces_of
 
-INLINE: Final = 1024  # bytes of a weight that stays in the graph's own file
-_PAGE: Final = 4096  # tensors begin at a page: ONNX Runtime maps them
-_LEAST: Final = 1 << 16  # bytes; smaller tensors are not compared
-_AT_ONCE: Final = 1 << 24  # bytes that are compared or written at once
-_AHEAD: Final = 3  # pieces a thread that are computed and not yet written
+# A weight up to this size stays in the file of the graph.
+MAX_INLINE_BYTES: Final = 1024
+# Tensors begin at a page, because ONNX Runtime maps them.
+_PAGE_BYTES: Final = 4096
+# Smaller tensors are not compared with others.
+_MIN_COMPARED_BYTES: Final = 1 << 16
+# Bytes that are compared or written at once.
+_CHUNK_BYTES: Final = 1 << 24
+# Pieces for each thread that are computed and not yet written.
+_PIECES_AHEAD: Final = 3
 
-Place = tuple[int, int]  # offset and length in the file, in bytes
+# The offset and the length of a tensor in the file, in bytes.
+Place = tuple[int, int]
 
 
 def save_graph(model: ir.Model, path: Path) -> str | None:
-    """Write `model` to `path`, and its weights to a file next to it, `path` and `.data`; afterwards it refers to that.
-    Returns the sha256 of the weights' file, in hexadecimal; None without that file, if no weight is large."""
+    """Write `model` to `path`, and its weights to `path` with `.data` appended.
+
+    Afterwards the model refers to that file.
+
+    Returns:
+        The sha256 of the file of weights, in hexadecimal; None if no weight is large, so that there
+        is no such file.
+    """
     with WeightFile(path.with_name(f"{path.name}.data")) as weights:
         weights.take(model)
     ir.save(model, path)
@@ -47,8 +61,15 @@ def save_graph(model: ir.Model, path: Path) -> str | None:
 
 
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """A file of weights that is being written, to `path`; its tensors lie at `places`. Equal numbers are stored once,
-    such as an embedding table that the head is tied to: operators want other shapes, so each has an initializer."""
+    """A file of weights that is being written.
+
+    Equal bytes are stored once, such as an embedding table to which the head is tied: operators
+    need different shapes, so each has an initializer of the same bytes.
+
+    Attributes:
+        path: the file.
+        places: the places of its tensors.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,21 +89,23 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     @property
     def sha256(self) -> str:
-        """Of all that was written, in hexadecimal."""
+        """The sha256 of the bytes written so far, in hexadecimal."""
         return self._digest.hexdigest()
 
     def take(self, model: ir.Model) -> None:
-        """Move weights of more than INLINE bytes here, unless they are, and smaller ones in files to the graph."""
-        values = [
-            value for value in all_initializers(model.graph) if not self._has(value.const_value)
-        ]
-        for value in values:
-            if (
-                isinstance(value.const_value, ir.ExternalTensor)
-                and value.const_value.nbytes <= INLINE
-            ):
-                value.const_value = _in_memory(value.const_value)
-        values = [value for value in values if _is_large(value.const_value)]
+        """Move weights of more than MAX_INLINE_BYTES into the file, unless they are there already.
+
+        Smaller weights in other files move to the graph.
+        """
+        values: list[ir.Value] = []
+        for value in all_initializers(model.graph):
+            tensor = value.const_value
+            if self._has(tensor):
+                continue
+            if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes <= MAX_INLINE_BYTES:
+                value.const_value = _in_memory(tensor)
+            elif _is_large(tensor):
+                values.append(value)
         with ThreadPoolExecutor(processors(), "qsample-weights") as pool:
             jobs = _jobs(values)
             try:
@@ -94,9 +117,10 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 raise
 
     def _has(self, tensor: ir.TensorProtocol | None) -> bool:
-        return isinstance(tensor, ir.ExternalTensor) and os.path.abspath(
-            tensor.path
-        ) == os.path.abspath(self.path)
+        """Whether `tensor` lies in the file."""
+        if not isinstance(tensor, ir.ExternalTensor):
+            return False
+        return os.path.abspath(tensor.path) == os.path.abspath(self.path)
 
     def _reference(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
         tensor = value.const_value
@@ -117,34 +141,45 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         )
 
     def _write(self, parts: Iterable[Array]) -> Place:
-        """Write a tensor, whose bytes are `parts`, unless the file has these bytes. Returns its place."""
-        end, digest = self._end, self._digest.copy()
-        self._append(bytes(-self._end % _PAGE))
-        offset, first = self._end, b""
+        """Write a tensor with the bytes `parts`, unless the file has these bytes; returns its
+        place."""
+        end = self._end
+        digest = self._digest.copy()
+        self._append(bytes(-self._end % _PAGE_BYTES))
+        offset = self._end
+        first = b""
         for part in parts:
-            if len(first) < _PAGE:
-                first += part[: _PAGE - len(first)].tobytes()
+            if len(first) < _PAGE_BYTES:
+                first += part[: _PAGE_BYTES - len(first)].tobytes()
             self._append(part.data)
         length = self._end - offset
-        earlier = self._earlier(offset, length, first) if length >= _LEAST else None
+        earlier = self._earlier(offset, length, first) if length >= _MIN_COMPARED_BYTES else None
         if earlier is not None:
             self._file.seek(end)
             self._file.truncate()
-            self._end, self._digest, offset = end, digest, earlier
+            self._end = end
+            self._digest = digest
+            offset = earlier
         self.places.add((offset, length))
         return offset, length
 
     def _append(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        for start in range(0, len(view), _AT_ONCE):
-            piece = view[start : start + _AT_ONCE]
+        for start in range(0, len(view), _CHUNK_BYTES):
+            piece = view[start : start + _CHUNK_BYTES]
             self._digest.update(piece)
             while piece:
                 piece = piece[self._file.write(piece) :]
         self._end += len(view)
 
     def _earlier(self, offset: int, length: int, first: bytes) -> int | None:
-        """Where the `length` bytes from `offset` on, beginning with `first`, were written before; None if nowhere."""
+        """The offset of earlier bytes that equal those at `offset`; None if there are none.
+
+        Args:
+            offset: the offset of the bytes.
+            length: their number.
+            first: the bytes of their first page.
+        """
         others = self._alike.setdefault((length, first), [])
         if others:
             written = np.memmap(self.path, np.uint8, "r")
@@ -156,55 +191,77 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
 
 def _is_large(tensor: ir.TensorProtocol | None) -> bool:
-    return tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE
-
-
-def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
-    return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)  # the file may go
-
-
-def _equal(data: Array, one: int, other: int, length: int) -> bool:
-    return all(
-        np.array_equal(data[one + start : one + stop], data[other + start : other + stop])
-        for start in range(0, length, _AT_ONCE)
-        for stop in (min(start + _AT_ONCE, length),)
+    return (
+        tensor is not None
+        and tensor.dtype != ir.DataType.STRING
+        and tensor.nbytes > MAX_INLINE_BYTES
     )
 
 
+def _in_memory(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    """A copy of a tensor whose file may be removed."""
+    return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+
+
+def _equal(data: Array, one: int, other: int, length: int) -> bool:
+    """Whether the bytes at two offsets are equal."""
+    for start in range(0, length, _CHUNK_BYTES):
+        stop = min(start + _CHUNK_BYTES, length)
+        if not np.array_equal(data[one + start : one + stop], data[other + start : other + stop]):
+            return False
+    return True
+
+
 def processors() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-Job = tuple[
-    ir.Value, Piece, bool
-]  # the value, what computes a part of it, and whether any thread can do that
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A part of a weight to compute.
+
+    Attributes:
+        value: the weight.
+        compute: computes the part.
+        in_any_thread: whether any thread can do that, or only the calling thread.
+    """
+
+    value: ir.Value
+    compute: Piece
+    in_any_thread: bool
 
 
-def _jobs(values: Iterable[ir.Value]) -> Iterator[Job]:
+def _jobs(values: Iterable[ir.Value]) -> Iterator[_Job]:
     for value in values:
         tensor = value.const_value
         assert tensor is not None
         pieces = pieces_of(tensor)
         if pieces is None:
-            yield value, lambda tensor=tensor: np.frombuffer(tensor.tobytes(), np.uint8), False  # type: ignore[misc]
+            yield _Job(value, functools.partial(_bytes_of, tensor), in_any_thread=False)
         else:
             for piece in pieces:
-                yield value, piece, True
+                yield _Job(value, piece, in_any_thread=True)
 
 
-def _computed(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> Iterator[tuple[ir.Value, Array]]:
-    """The results of `jobs` in order, flat bytes; threads are some pieces ahead."""
-    waiting: deque[tuple[ir.Value, Piece, Future[Array] | None]] = deque()
+def _bytes_of(tensor: ir.TensorProtocol) -> Array:
+    return np.frombuffer(tensor.tobytes(), np.uint8)
+
+
+def _computed(pool: ThreadPoolExecutor, jobs: Iterable[_Job]) -> Iterator[tuple[ir.Value, Array]]:
+    """The results of jobs in order, as flat bytes; threads compute some pieces ahead."""
+    waiting: deque[tuple[_Job, Future[Array] | None]] = deque()
 
     def take() -> tuple[ir.Value, Array]:
-        value, compute, future = waiting.popleft()
-        array = compute() if future is None else future.result()
-        return value, array.reshape(-1).view(np.uint8)
+        job, future = waiting.popleft()
+        array = job.compute() if future is None else future.result()
+        return job.value, array.reshape(-1).view(np.uint8)
 
-    for value, compute, threaded in jobs:
-        waiting.append((value, compute, pool.submit(compute) if threaded else None))
-        while len(waiting) > _AHEAD * processors():
+    for job in jobs:
+        waiting.append((job, pool.submit(job.compute) if job.in_any_thread else None))
+        while len(waiting) > _PIECES_AHEAD * processors():
             yield take()
     while waiting:
         yield take()
@@ -213,6 +270,6 @@ def _computed(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> Iterator[tuple[i
 def _by_value(
     results: Iterator[tuple[ir.Value, Array]],
 ) -> Iterator[tuple[ir.Value, Iterator[Array]]]:
-    """Each value with its parts. Take them before the next value."""
+    """Each value with its parts, which have to be read before the next value."""
     for value, parts in itertools.groupby(results, key=lambda result: result[0]):
         yield value, (array for _, array in parts)

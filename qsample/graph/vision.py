@@ -1,8 +1,9 @@
-"""vision.onnx as a graph: its precision, its session, and how far features of two graphs are apart."""
+"""vision.onnx as a graph: its precision, its session, and the distance of features."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import onnx_ir as ir
@@ -16,12 +17,15 @@ from qsample.ort.options import WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU, open_session
 from qsample.ort.session import VISION, VisionSession
 
-_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_FLOAT: Final = ir.DataType.FLOAT
+_HALF: Final = ir.DataType.FLOAT16
 
 
 def compute_in_float32(model: ir.Model) -> None:
-    """Compute in float32 all that `model` computes in float16, in place; weights stay stored as they are. The CPU lacks
-    kernels for float16, and towers that were trained in bfloat16 overflow in it."""
+    """Make a graph of float16 compute in float32, in place; its weights stay in float16.
+
+    The CPU has no kernels for float16, in which towers that were trained in bfloat16 overflow.
+    """
     graph = model.graph
     for value in all_initializers(graph):
         tensor = value.const_value
@@ -30,16 +34,14 @@ def compute_in_float32(model: ir.Model) -> None:
     for node in graph.all_nodes():
         if node.op_type == "Cast" and node.attributes.get_int("to", 0) == _HALF:
             node.attributes["to"] = ir.AttrInt64("to", _FLOAT)
-    for value in [
-        *all_initializers(graph),
-        *(output for node in graph.all_nodes() for output in node.outputs),
-    ]:
+    computed = [output for node in graph.all_nodes() for output in node.outputs]
+    for value in [*all_initializers(graph), *computed]:
         if value.dtype == _HALF:
             value.type = ir.TensorType(_FLOAT)
 
 
 def give_features_as(model: ir.Model, dtype: ir.DataType) -> None:
-    """Cast the result to `dtype`, in place."""
+    """Cast the result of a graph to `dtype`, in place."""
     (result,) = model.graph.outputs
     if result.dtype == dtype:
         return
@@ -49,8 +51,12 @@ def give_features_as(model: ir.Model, dtype: ir.DataType) -> None:
 
 
 def vision_session(folder: Path, level: ort.GraphOptimizationLevel | None = None) -> VisionSession:
-    """vision.onnx in `folder` on the CPU, as the runtime opens it, or optimised to another level; its weights may lie
-    elsewhere."""
+    """Open vision.onnx on the CPU, as the runtime does.
+
+    Args:
+        folder: the folder of the file, whose weights may lie elsewhere.
+        level: the level of optimization, by default that of the runtime.
+    """
     options = session_options()
     if level is not None:
         options.graph_optimization_level = level
@@ -60,8 +66,11 @@ def vision_session(folder: Path, level: ort.GraphOptimizationLevel | None = None
 
 
 def furthest(got: Array, wanted: Array) -> float:
-    """The largest difference of rows [F, C]. If their numbers of rows differ, each row is compared with the nearest of
-    the other side: graphs give some rows once that models give several times, in another order. NaN if there is one."""
+    """The largest difference between rows, [F, C], of two graphs; NaN if a number is NaN.
+
+    If the numbers of rows differ, each row is compared with the nearest row of the other side: a
+    graph returns some rows once that a model returns several times, in another order.
+    """
     if got.shape != wanted.shape:
         squares = (got**2).sum(1)[:, None] + (wanted**2).sum(1) - 2 * got @ wanted.T
         pairs = [(got, wanted[squares.argmin(1)]), (got[squares.argmin(0)], wanted)]

@@ -247,7 +247,7 @@ def test_a_tied_table_is_stored_once(
     bundled_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its scales, which the head and the lookup want in other shapes; this model's are small."""
-    monkeypatch.setattr(save, "_LEAST", 1 << 12)
+    monkeypatch.setattr(save, "_MIN_COMPARED_BYTES", 1 << 12)
     package = (
         AutoModelForCausalLM.from_pretrained(bundled_package)
         .compile(tmp_path / "int4", ctx_len=64, weights="int4")

@@ -67,7 +67,7 @@ def weights(path: Path) -> dict[str, ir.ExternalTensor]:
 
 
 def test_equal_weights_have_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module, "_AT_ONCE", 7_000)
+    monkeypatch.setattr(save_module, "_CHUNK_BYTES", 7_000)
     rng = np.random.default_rng(0)
     one, other = rng.normal(size=(2, SIZE)).astype(np.float32)
     nearly = one.copy()
@@ -160,10 +160,10 @@ def stored(folder: Path) -> dict[str, ir.TensorProtocol]:
 def test_pieces_are_the_whole(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces_module, "PIECE", at_once)
+    monkeypatch.setattr(pieces_module, "PIECE_ELEMENTS", at_once)
     tensors = stored(tmp_path)
     expected = {name: tensor.numpy() for name, tensor in tensors.items()}
-    monkeypatch.setattr(save_module, "INLINE", 0)
+    monkeypatch.setattr(save_module, "MAX_INLINE_BYTES", 0)
     save_graph(sum_of(tensors), tmp_path / "graph.onnx")
     written = weights(tmp_path / "graph.onnx")
     for name, array in expected.items():

@@ -16,7 +16,7 @@ from qsample.graph import gqa, moe
 from qsample.graph.edit import constant_value
 from qsample.graph.operators import is_contrib, is_matmul_nbits, pack_bits
 from qsample.graph.packed import offsets_of, row_offsets_of
-from qsample.graph.pieces import PIECE, Piece, PiecewiseTensor, read, readable
+from qsample.graph.pieces import PIECE_ELEMENTS, Piece, PiecewiseTensor, read, readable
 
 Shape = tuple[int, ...]
 _REPORT: Final = "qsample.quantization"
@@ -151,7 +151,7 @@ class QuantizedWeight:
             np.empty((rows, self.row_blocks), np.uint8) if self.quantization.zero_points else None
         )
         source = readable(self.tensor)
-        at_once = max(1, PIECE // self.columns)
+        at_once = max(1, PIECE_ELEMENTS // self.columns)
         for expert in range(self.experts or 1):
             for start in range(0, self.rows, at_once):
                 place = expert * self.rows + start

@@ -179,7 +179,7 @@ def stored(matrix: Array, *, transposed: bool) -> StoredTensor:
 def test_parts_of_a_matrix_have_the_levels_of_the_whole(
     bits: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks_module, "PIECE", at_once)
+    monkeypatch.setattr(blocks_module, "PIECE_ELEMENTS", at_once)
     rng = np.random.default_rng(3)
     rows = [rng.normal(size=(outputs, 64)).astype(ml_dtypes.bfloat16) for outputs in (37, 12)]
     joined = JoinedTensor([stored(part, transposed=True) for part in rows], 1, (64, 49), "w")
@@ -197,7 +197,7 @@ def test_parts_of_a_matrix_have_the_levels_of_the_whole(
 def test_experts_and_padded_rows_and_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks_module, "PIECE", 500)
+    monkeypatch.setattr(blocks_module, "PIECE_ELEMENTS", 500)
     way = WeightQuantization(4, 32)
     experts = np.random.default_rng(4).normal(size=(3, 21, 50)).astype(np.float32)
     value = constant_value("w", ir.Tensor(experts))
