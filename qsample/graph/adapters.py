@@ -1,11 +1,13 @@
-"""The products of LoRA adapters in a decode graph: added to its linear layers, taken out for passes, put into branches.
+"""The products of LoRA adapters in a decode graph: added to linear layers, removed, put into
+branches.
 
-Of a layer that computes y from x, with the matrices A [P, in] and B [P, out] of all bound adapters one below the other:
+A layer that computes y from x becomes
 
     y + Where(adapter_ids == adapter, x A^T, 0) B
 
-Every row names an adapter; for the ranks of other adapters, it adds exact zeros. Without bound adapters P is 0, and the
-operators find nothing to do.
+with the matrices A, [P, in], and B, [P, out], of all bound adapters one below the other. Every row
+names an adapter; for the ranks of other adapters, it adds exact zeros. Without bound adapters P is
+0, and the operators have nothing to compute.
 """
 
 from __future__ import annotations
@@ -34,14 +36,22 @@ from qsample.graph.operators import CONTRIB_DOMAIN, is_contrib, is_matmul_nbits
 from qsample.graph.packed import offsets_of
 from qsample.graph.weights import JoinedTensor
 
-_NOBODY: Final = -(2**31)  # the number of no adapter
-_FUSED: Final = "FusedMatMul"
+# A number that no adapter has.
+_NO_ADAPTER: Final = -(2**31)
+_FUSED_PRODUCT: Final = "FusedMatMul"
 _PRODUCTS: Final = ("MatMul", "Gemm")
 
 
 class Layer(NamedTuple):
-    """A linear layer of a graph, by its `path`. states: what it reads, [B, S, in]; [B, in, S] if `transposed`. result:
-    [B, S, out]; of joined layers the weights of all, side by side. factor: on the product, in the graph."""
+    """A linear layer of a graph.
+
+    Attributes:
+        path: PEFT's name of the layer.
+        states: its input, [B, S, in], or [B, in, S] if `transposed`.
+        result: its output, [B, S, out]; of joined layers, the outputs side by side.
+        factor: the factor on the product in the graph.
+        transposed: whether the states are transposed.
+    """
 
     path: str
     states: ir.Value
@@ -51,7 +61,8 @@ class Layer(NamedTuple):
 
 
 def add_adapters(model: ir.Model, interface: Interface, layers: Iterable[Layer]) -> None:
-    """Give `model` the inputs of `interface.adapter_inputs`, and `layers` their products with them, in place."""
+    """Add `interface.adapter_inputs` to a graph, and the products with them to its layers, in
+    place."""
     _Adapters(model, interface).add([[layer] for layer in layers])
 
 
@@ -68,33 +79,33 @@ class _Adapters:
         model.opset_imports.setdefault(CONTRIB_DOMAIN, 1)
         zero = np.zeros((), self._dtype.numpy())
         self._zero = initializer(model.graph, f"adapter_zero_{interface.dtype}", zero)
-        first, graph, int32, boolean = (
-            next(iter(model.graph)),
-            model.graph,
-            ir.DataType.INT32,
-            ir.DataType.BOOL,
-        )
-        given, shape, rows = (
-            self._inputs[ADAPTER.name],
-            reshape_target(graph, [-1, 1, 1]),
-            (BATCH, 1, 1),
-        )
+        graph = model.graph
+        first = next(iter(graph))
+        int32 = ir.DataType.INT32
+        boolean = ir.DataType.BOOL
+        given = self._inputs[ADAPTER.name]
+        shape = reshape_target(graph, [-1, 1, 1])
+        rows = (BATCH, 1, 1)
         row = insert(first, "Reshape", [given, shape], rows, dtype=int32, name="adapter.row")
-        none, nobody = (
-            initializer(graph, f"adapter_{n}", np.array(n, np.int32)) for n in (0, _NOBODY)
-        )
+        zero_id = initializer(graph, "adapter_0", np.array(0, np.int32))
+        no_adapter = initializer(graph, f"adapter_{_NO_ADAPTER}", np.array(_NO_ADAPTER, np.int32))
         # Adapter 0 always means no adapter, even if the host gives that id to unused ranks.
-        has = insert(first, "Greater", [row, none], rows, dtype=boolean, name="adapter.any")
-        own = insert(first, "Where", [has, row, nobody], rows, dtype=int32, name="adapter.number")
-        self._masks = {}
+        has = insert(first, "Greater", [row, zero_id], rows, dtype=boolean, name="adapter.any")
+        number = insert(
+            first, "Where", [has, row, no_adapter], rows, dtype=int32, name="adapter.number"
+        )
+        # For each kind of layers, the ranks that belong to the adapter of each row.
+        self._masks: dict[str, ir.Value] = {}
         for kind in interface.adapter_kinds:
-            shape_of_mask, ids = (BATCH, 1, ranks_axis(kind)), self._inputs[adapter_ids(kind).name]
+            ids = self._inputs[adapter_ids(kind).name]
+            mask_shape = (BATCH, 1, ranks_axis(kind))
             self._masks[kind] = insert(
-                first, "Equal", [own, ids], shape_of_mask, dtype=boolean, name=f"adapter.{kind}"
+                first, "Equal", [number, ids], mask_shape, dtype=boolean, name=f"adapter.{kind}"
             )
 
     def add(self, layers: Iterable[Sequence[Layer]]) -> None:
-        """layers: alone, or several whose results lie next to each other in a joint result."""
+        """Add products to layers; layers of a group have their results side by side in one
+        value."""
         for parts in layers:
             result, name = parts[0].result, f"adapter.{parts[0].path}"
             total = put_behind(result, "Add", [self._zero], name=name)
@@ -126,12 +137,22 @@ class _Adapters:
             )
 
         down = put(
-            _FUSED, [layer.states, a], narrow, "down", attributes=turned, domain=CONTRIB_DOMAIN
+            _FUSED_PRODUCT,
+            [layer.states, a],
+            narrow,
+            "down",
+            attributes=turned,
+            domain=CONTRIB_DOMAIN,
         )
         own = put("Where", [self._masks[kind], down, self._zero], narrow, "own")
         factor = {"alpha": layer.factor}
         return put(
-            _FUSED, [own, b], [*rows, b.shape[1]], "up", attributes=factor, domain=CONTRIB_DOMAIN
+            _FUSED_PRODUCT,
+            [own, b],
+            [*rows, b.shape[1]],
+            "up",
+            attributes=factor,
+            domain=CONTRIB_DOMAIN,
         )
 
 
@@ -146,8 +167,14 @@ def _dtype(name: str) -> ir.DataType:
 
 
 def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str]]:
-    """Take the adapters' inputs and products out of `model`, in place; CompileError if a layer is no product with a
-    constant. Returns each layer's path, and the name of its weight, in the order of the graph."""
+    """Remove the inputs and products of adapters from a graph, in place.
+
+    Returns:
+        The path of each layer and the name of its weight, in the order of the graph.
+
+    Raises:
+        CompileError: a layer is not a product with a constant.
+    """
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     cut: dict[ir.Node, str] = {}
@@ -165,7 +192,8 @@ def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str
             raise CompileError(
                 f"adapters cannot change {cut[node]}, which is no product with a matrix of this graph"
             )
-        weight.const_value.name = weight.name  # for the time when it is a part
+        # The name by which the weight is found again as a part of a joined weight.
+        weight.const_value.name = weight.name
         found.append((cut[node], str(weight.name)))
         node.outputs[0].replace_all_uses_with(result, replace_graph_outputs=True)
         graph.remove(node, safe=True)
@@ -178,11 +206,20 @@ def split_adapters(model: ir.Model, interface: Interface) -> list[tuple[str, str
 def join_adapters(
     model: ir.Model, interface: Interface, weights: Iterable[tuple[str, str]]
 ) -> None:
-    """The inverse of `split_adapters`, in place, for its result `weights` and the graph's `interface`. Passes may have
-    changed the graph: products may be joined, their weights packed. Raises CompileError if a layer is gone."""
-    waiting: defaultdict[str, list[str]] = defaultdict(
-        list
-    )  # a weight → the layers that have it, in order
+    """The inverse of `split_adapters`, in place.
+
+    Passes may have changed the graph in between: products may be joined, and their weights packed.
+
+    Args:
+        model: the graph.
+        interface: the interface of the graph.
+        weights: the result of `split_adapters`.
+
+    Raises:
+        CompileError: a layer is gone.
+    """
+    # For each weight, the layers that have it, in order.
+    waiting: defaultdict[str, list[str]] = defaultdict(list)
     for path, weight in weights:
         waiting[weight].append(path)
     found = []
@@ -202,26 +239,33 @@ def join_adapters(
 
 
 def _layers(node: ir.Node, paths: Sequence[str | None]) -> list[Layer]:
-    states, result = node.inputs[0], node.outputs[0]
-    if (offsets := offsets_of(node)) is not None:
+    """The layers that a product computes.
+
+    Args:
+        node: the product.
+        paths: the path of the layer of each part of its weight; None if a part has no layer.
+    """
+    states = node.inputs[0]
+    result = node.outputs[0]
+    offsets = offsets_of(node)
+    if offsets is not None:
         result = offsets.total.outputs[0]
     gather = producer(states)
-    if gather is not None and is_matmul_nbits(node) and gather.op_type == "Gather":  # act-order
+    if gather is not None and is_matmul_nbits(node) and gather.op_type == "Gather":
+        # The columns of the weight are in act-order.
         states = gather.inputs[0]
     if states is None or states.shape is None or len(states.shape) != 3 or None in paths:
         known = ", ".join(path for path in paths if path is not None)
         raise CompileError(
             f"adapters cannot change {known}: {node.name}, its product here, is not only theirs, row by row"
         )
-    factor, transposed = (
-        node.attributes.get_float("alpha", 1.0),
-        bool(node.attributes.get_int("transA", 0)),
-    )
+    factor = node.attributes.get_float("alpha", 1.0)
+    transposed = bool(node.attributes.get_int("transA", 0))
     return [Layer(path, states, result, factor, transposed) for path in paths if path is not None]
 
 
 def _part_names(node: ir.Node) -> list[str]:
-    """The names of the weights of a product, side by side."""
+    """The names of the weights of a product, from the first to the last columns of its result."""
     value = node.inputs[1] if _is_product(node) else None
     tensor = None if value is None else value.const_value
     if value is None or tensor is None:
@@ -232,7 +276,7 @@ def _part_names(node: ir.Node) -> list[str]:
 
 
 def _weight_of(result: ir.Value) -> ir.Value | None:
-    """The weight of the product that `result` is, perhaps plus a bias, or in another shape."""
+    """The weight of the product from which `result` comes, perhaps with a bias or another shape."""
     node = producer(result)
     while node is not None and not _is_product(node):
         if node.op_type not in ("Add", "Reshape"):
@@ -242,18 +286,22 @@ def _weight_of(result: ir.Value) -> ir.Value | None:
 
 
 def _is_product(node: ir.Node) -> bool:
-    return node.op_type in _PRODUCTS or is_contrib(node, _FUSED) or is_matmul_nbits(node)
+    return node.op_type in _PRODUCTS or is_contrib(node, _FUSED_PRODUCT) or is_matmul_nbits(node)
 
 
 def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
-    """Move the products of adapters, and the sum that adds them to a result, into one side of an If; in place. The
-    other side, if no adapter has ranks there, is the result. Returns whether there were such products. Without adapters
-    the products give zeros, made and added in three passes over all results. The branch copies each once."""
+    """Move the products of adapters, and the sums that add them to results, into branches; in
+    place.
+
+    If no adapter has ranks, the other side of the If passes the result on, which copies it once.
+    Without the branch, zeros are computed and added in three passes over the result.
+
+    Returns whether there were such products.
+    """
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
-    kinds = {
-        inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters
-    }  # of each matrix B
+    # The kind of layers of each matrix B.
+    kinds = {inputs[adapter_names(target.path)[1]]: target.kind for target in interface.adapters}
     order = {node: place for place, node in enumerate(graph)}
     found = [
         (node, sorted(made, key=order.__getitem__))
@@ -288,7 +336,7 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
 
 
 def _added(total: ir.Node, kinds: dict[ir.Value, str]) -> set[ir.Node]:
-    """The nodes that compute what `total` adds to a result, if that is a product with matrices of adapters."""
+    """The nodes of the adapter products that `total` adds to a result; none for any other sum."""
     last = producer(total.inputs[1]) if total.op_type == "Add" else None
     if last is None:
         return set()
@@ -307,7 +355,7 @@ def _added(total: ir.Node, kinds: dict[ir.Value, str]) -> set[ir.Node]:
 
 
 def _any_ranks(graph: ir.Graph, ids: list[ir.Value]) -> ir.Value:
-    """A bool scalar: whether any of these inputs has a value."""
+    """Whether any of these inputs has an element: a scalar bool."""
     sizes = [insert(graph[0], "Size", [value], [], dtype=ir.DataType.INT64) for value in ids]
     first = next(node for node in graph if node.op_type != "Size")
     most = insert(first, "Max", sizes, []) if len(sizes) > 1 else sizes[0]

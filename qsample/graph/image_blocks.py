@@ -1,8 +1,9 @@
-"""Lets the tokens of an image see each other, as in Gemma 3, in a decode graph whose attention is causal.
+"""Lets the tokens of an image see each other, as in Gemma 3, in a graph with causal attention.
 
-GroupQueryAttention stays as it is, and writes keys and values. In calls with image rows, an If computes the attention
-of the image's tokens again, over the buffers with the new keys and values; in other calls it passes the operator's
-result on. One further If makes what all layers read: the masks, and the columns with image tokens.
+GroupQueryAttention stays unchanged and writes keys and values. In calls with image rows, an If
+computes the attention of the image tokens again, over the buffers with the new keys and values; in
+other calls it passes the operator's result on. A further If computes the values that all layers
+read: the masks, and the columns with image tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +21,25 @@ from qsample.graph.gqa import OP_TYPE, Slot, attentions, get_input
 from qsample.graph.operators import CONTRIB_DOMAIN
 
 _NAME: Final = "image_blocks"
-_INT64, _BOOL, _FLOAT = ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT
-_LOWEST: Final = float(np.finfo(np.float32).min)
-_NOT_COMPUTED: Final = (Slot.ATTENTION_BIAS, Slot.HEAD_SINK, Slot.Q_NORM_WEIGHT, Slot.QUERY_SEQLENS)
+_INT64: Final = ir.DataType.INT64
+_BOOL: Final = ir.DataType.BOOL
+_FLOAT: Final = ir.DataType.FLOAT
+_LOWEST_SCORE: Final = float(np.finfo(np.float32).min)
+_UNSUPPORTED_INPUTS: Final = (
+    Slot.ATTENTION_BIAS,
+    Slot.HEAD_SINK,
+    Slot.Q_NORM_WEIGHT,
+    Slot.QUERY_SEQLENS,
+)
 
 
 class _Nodes:
-    """Makes nodes of a side of an If, or of the graph itself; their constants are the graph's."""
+    """Makes the nodes of a side of an If, or of the graph; their constants belong to the graph."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         self.nodes: list[ir.Node] = []
-        self._graph, self._name = graph, name
+        self._graph = graph
+        self._name = name
 
     def __call__(self, op_type: str, *inputs: Any, domain: str = "", **attributes: Any) -> ir.Value:
         values = [
@@ -59,7 +68,7 @@ def _branch(
     otherwise: _Nodes,
     results: Sequence[Sequence[ir.Value]],
 ) -> ir.Node:
-    """An If. results: of both sides."""
+    """Make an If. results: the results of each side."""
     sides = [
         ir.AttrGraph(
             f"{side}_branch", ir.Graph([], values, nodes=part.nodes, name=f"{name}.{side}")
@@ -73,12 +82,21 @@ def _branch(
 
 
 def see_whole_images(model: ir.Model, layers: Collection[int]) -> bool:
-    """Let each image token see its whole run, and the keys before it, in the attentions of `layers`, in place.
+    """Let each image token see its whole run and the keys before it, in some layers, in place.
 
-    A run is a stretch of neighbouring tokens with image rows, padding aside. A window holds for runs as well: a token
-    sees the keys less than a window before it, and all keys of its run that follow it. The attention may rotate, read
-    packed queries, keys and values, and keep its cache in int8. Returns whether there was such a layer; raises
-    UnsupportedModelError for an attention that adds anything to its scores.
+    A run is a stretch of neighbouring tokens with image rows, without padding. Windows hold for
+    runs as well: a token sees the keys less than a window before it, and all later keys of its run.
+    The attention may rotate, read packed queries, keys and values, and have a cache in int8.
+
+    Args:
+        model: the graph.
+        layers: the layers in which image tokens see each other.
+
+    Returns:
+        Whether there is such a layer.
+
+    Raises:
+        UnsupportedModelError: an attention adds something to its scores.
     """
     graph = model.graph
     nodes = {layer: node for node in attentions(graph) if (layer := _layer(node)) in layers}
@@ -105,7 +123,7 @@ def see_whole_images(model: ir.Model, layers: Collection[int]) -> bool:
 
 
 def cut_image_blocks(model: ir.Model) -> list[int]:
-    """Take what `see_whole_images` added out of `model`, in place; returns its layers."""
+    """Remove the nodes of `see_whole_images`, in place; returns its layers."""
     layers = []
     for node in reversed([node for node in model.graph if str(node.name).startswith(f"{_NAME}.")]):
         last = str(node.name).rpartition(".")[2]
@@ -120,7 +138,8 @@ def cut_image_blocks(model: ir.Model) -> list[int]:
             if value.type == ir.AttributeType.GRAPH
         ):
             side.outputs.clear()
-            side.remove(list(side), safe=True)  # they read values around them
+            # The nodes of a side read values of the graph around it.
+            side.remove(list(side), safe=True)
         model.graph.remove(node, safe=True)
     return layers[::-1]
 
@@ -130,22 +149,24 @@ def _layer(attention: ir.Node) -> int:
 
 
 def _window(attention: ir.Node) -> int:
-    """How many keys a query sees, itself included; 0: all."""
+    """The number of keys that a query sees, including that of its token; 0 for all."""
     return max(0, attention.attributes.get_int("local_window_size", -1))
 
 
 class _Masks:
-    """The If that makes what all layers read. N columns, 0..S-1, have an image token in some row; T' is the end of the
-    longest row.
+    """The If that computes the values that all layers read.
+
+    N of the columns 0 to S - 1 have an image token in some row; T' is the end of the longest row.
 
     Attributes:
-        columns: [N]; index: [S], of each of these columns in them.
-        is_image: [B, S, 1] bool.
-        positions: [B, N], of the tokens in `columns`.
+        columns: [N], these columns.
+        index: [S], the index of each column in `columns`.
+        is_image: [B, S, 1] bool, the image tokens.
+        positions: [B, N], the positions of the tokens in `columns`.
         total: [1], T'.
-        held: [B, 1, T', 1] bool, whether a row has a token there. Other memory may hold anything, and a NaN among the
-            values would get through a weight of 0.
-        allowed: window → [B, 1, 1, N, T'] bool, the keys that these tokens see.
+        held: [B, 1, T', 1] bool, the places with a token of the row. Other memory may have any
+            content, and a NaN among the values would pass through a weight of 0.
+        allowed: for each window, the keys that these tokens see, [B, 1, 1, N, T'] bool.
     """
 
     def __init__(
@@ -171,7 +192,8 @@ class _Masks:
         any_row = then("ReduceMax", then("Cast", image, to=_INT64), [0], keepdims=0)
         columns = then("Squeeze", then("NonZero", any_row), [0])
         index = then("Max", then("Sub", then("CumSum", any_row, 0), 1), 0)
-        # The tokens of a run have as many text tokens before them; the last of these tokens ends the run.
+        # All tokens of a run have the same number of text tokens before them; the last token with
+        # this number ends the run.
         texts = then("CumSum", then("Cast", then("Not", image), to=_INT64), 1)
         behind = then("Unsqueeze", then("Gather", texts, columns, axis=1), [2])
         up_to = then("Cast", then("LessOrEqual", then("Unsqueeze", texts, [1]), behind), to=_INT64)
@@ -188,7 +210,8 @@ class _Masks:
             then("And", seen, then("Less", distance, window)) if window else seen
             for window in sorted(windows)
         ]
-        made: list[tuple[ir.Value, int, ir.DataType]] = [  # value, rank, dtype
+        # Each value with its rank and dtype.
+        made: list[tuple[ir.Value, int, ir.DataType]] = [
             (columns, 1, _INT64),
             (index, 1, _INT64),
             (then("Unsqueeze", image, [2]), 3, _BOOL),
@@ -213,8 +236,8 @@ class _Masks:
 def _see_runs(
     graph: ir.Graph, name: str, attention: ir.Node, any_image: ir.Value, masks: _Masks
 ) -> None:
-    """Put an If behind `attention` that computes the results of image tokens anew."""
-    if any(get_input(attention, slot) is not None for slot in _NOT_COMPUTED):
+    """Put an If behind `attention` that computes the results of image tokens again."""
+    if any(get_input(attention, slot) is not None for slot in _UNSUPPORTED_INPUTS):
         raise UnsupportedModelError(
             "the tokens of an image see each other in this model, whose attention adds a bias or a sink to its scores; "
             "export the text model alone (--text-only)"
@@ -234,7 +257,7 @@ def _see_runs(
     if cap := attention.attributes.get_float("softcap", 0.0):
         scores = then("Mul", then("Tanh", then("Div", scores, float(cap))), float(cap))
     weights = then(
-        "Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST), axis=-1
+        "Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST_SCORE), axis=-1
     )
     result = then("Transpose", then("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
     result = then("Reshape", result, [0, 0, attention.attributes.get_int("num_heads") * size])
@@ -255,11 +278,14 @@ def _head_size(attention: ir.Node) -> int:
 
 
 def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
-    """[B, KV, heads / KV, N, D], rotated: those of the tokens in `masks.columns`."""
-    attributes, size = attention.attributes, _head_size(attention)
-    heads, groups = attributes.get_int("num_heads"), attributes.get_int("kv_num_heads")
+    """The queries of the tokens in `masks.columns`, rotated: [B, KV, heads / KV, N, D]."""
+    attributes = attention.attributes
+    size = _head_size(attention)
+    heads = attributes.get_int("num_heads")
+    groups = attributes.get_int("kv_num_heads")
     query = then("Gather", attention.inputs[Slot.QUERY], masks.columns, axis=1)
-    if get_input(attention, Slot.KEY) is None:  # queries, keys and values are one tensor
+    if get_input(attention, Slot.KEY) is None:
+        # Queries, keys and values are one tensor.
         query = then("Slice", query, [0], [heads * size], [2])
     if attributes.get_int("do_rotary", 0):
         tables = [get_input(attention, slot) for slot in (Slot.COS_CACHE, Slot.SIN_CACHE)]
@@ -279,7 +305,9 @@ def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
 def _read(
     then: _Nodes, attention: ir.Node, states: ir.Value, slot: Slot, masks: _Masks
 ) -> ir.Value:
-    """[B, KV, T', D] float32: keys or values of the buffers, up to the end of the longest row."""
+    """The keys or values in the buffers up to the end of the longest row: [B, KV, T', D]
+    float32."""
     read = then("Cast", then("Slice", states, [0], masks.total, [2]), to=_FLOAT)
-    scales = get_input(attention, slot)  # of an int8 cache
+    # An int8 cache has scales.
+    scales = get_input(attention, slot)
     return read if scales is None else then("Mul", read, scales)

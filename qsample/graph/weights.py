@@ -1,10 +1,11 @@
-"""Weights that are stored in another way than the graph reads them.
+"""Weights that are stored in another form than the graph reads them.
 
-They may be in half precision, in files of other graphs, or in parts that lie apart, such as a mixture's experts. In
-memory such a weight is an initializer whose tensor is a `StoredTensor` (float32 numbers, converted when they are read)
-or a `JoinedTensor` (put together when it is read). Written, it is an initializer for each stored part, followed by
-Concat, Cast and Transpose as needed. ONNX Runtime folds these nodes when it loads the graph, or runs them in each call
-if folding is off: then the weight stays in its mapped file.
+They may be in half precision, in files of other graphs, or in separate parts, such as the experts
+of a mixture. In memory, such a weight is an initializer whose tensor is a `StoredTensor` (float32
+numbers that are converted at each read) or a `JoinedTensor` (parts that are concatenated at each
+read). In a file, it is an initializer for each stored part, followed by Concat, Cast and Transpose
+as needed. ONNX Runtime folds these nodes when it loads the graph. If folding is off, it runs them
+in each call, and the weight stays in its mapped file.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from qsample.contract.arrays import Array
 from qsample.disk.space import check_free
 from qsample.graph.edit import all_initializers, constant, constant_value, initializer, put_behind
 
-_JOINED: Final = "_joined"  # of the name of a Concat that `write_joined` made
-_RESHAPED: Final = "_reshaped"  # of the Reshape after it
+# The suffixes of the names of a Concat that `write_joined` makes, and of the Reshape after it.
+_CONCAT_SUFFIX: Final = "_joined"
+_RESHAPE_SUFFIX: Final = "_reshaped"
 
 
 class JoinedTensor(ir.LazyTensor):
-    """Tensors of one dtype, concatenated along `axis` whenever they are read, in another shape with the same size."""
+    """Tensors of one dtype that are concatenated and reshaped at each read.
+
+    Attributes:
+        parts: the tensors.
+        axis: the axis along which they are concatenated.
+    """
 
     __slots__ = ("axis", "parts")
 
@@ -39,11 +46,12 @@ class JoinedTensor(ir.LazyTensor):
         name: str | None = None,
     ) -> None:
         super().__init__(self._computed, parts[0].dtype, ir.Shape(shape), name=name)
-        self.parts, self.axis = tuple(parts), axis
+        self.parts = tuple(parts)
+        self.axis = axis
 
     @property
     def joined_shape(self) -> tuple[int, ...]:
-        """The shape of the parts next to each other."""
+        """The shape of the concatenated parts."""
         return _joined_shape(self.parts, self.axis)
 
     def _computed(self) -> ir.TensorProtocol:
@@ -52,7 +60,7 @@ class JoinedTensor(ir.LazyTensor):
 
 
 def parts_in_files(tensor: ir.TensorProtocol | None) -> Iterator[ir.ExternalTensor]:
-    """`tensor`, or the parts of it, that lie in files."""
+    """The tensors in files of which `tensor` consists: itself or parts of it."""
     if isinstance(tensor, ir.ExternalTensor):
         yield tensor
     elif isinstance(tensor, JoinedTensor):
@@ -68,7 +76,10 @@ def lies_in_files(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> JoinedTensor | None:
-    """One tensor [E, 2 * N, K] with the rows of two [E, N, K], or the halves of one, in turns, if all lie in files."""
+    """A tensor, [E, 2 * N, K], with alternating rows of two tensors, [E, N, K], in files.
+
+    A single tensor is split into halves. None if a tensor does not lie in files.
+    """
     if not all(map(lies_in_files, tensors)):
         return None
     halves = tensors if len(tensors) == 2 else _halves(tensors[0])
@@ -98,7 +109,7 @@ def _halves(tensor: ir.TensorProtocol) -> Sequence[ir.TensorProtocol] | None:
 def _rows(
     tensor: ir.ExternalTensor, number: int, count: int, shape: Sequence[int]
 ) -> ir.ExternalTensor:
-    """The numbers of `tensor` from `number * count` on, `count` of them."""
+    """The part of `tensor` with the index `number`, if each part has `count` elements."""
     size = tensor.dtype.itemsize
     return _external(
         tensor, (tensor.offset or 0) + int(number * count * size), shape, f"{tensor.name}_{number}"
@@ -130,7 +141,11 @@ def _external(
 def write_joined(
     graph: ir.Graph, tensor: JoinedTensor, name: str
 ) -> tuple[ir.Value, list[ir.Node]]:
-    """The value `name` that holds `tensor`, and its nodes, not in `graph` yet, unlike their initializers."""
+    """Make the nodes for a joined tensor; its initializers are added to the graph.
+
+    Returns:
+        The value with the name `name`, and the nodes, which are not in the graph yet.
+    """
     nodes: list[ir.Node] = []
     inputs = []
     for number, part in enumerate(tensor.parts):
@@ -143,13 +158,19 @@ def write_joined(
             graph.register_initializer(value)
         inputs.append(value)
     nodes.append(
-        ir.Node("", "Concat", inputs, [ir.AttrInt64("axis", tensor.axis)], name=f"{name}{_JOINED}")
+        ir.Node(
+            "",
+            "Concat",
+            inputs,
+            [ir.AttrInt64("axis", tensor.axis)],
+            name=f"{name}{_CONCAT_SUFFIX}",
+        )
     )
     if tensor.joined_shape != tensor.shape.numpy():
-        nodes[-1].outputs[0].name = f"{name}{_JOINED}"
+        nodes[-1].outputs[0].name = f"{name}{_CONCAT_SUFFIX}"
         sizes = initializer(graph, f"{name}_sizes", np.array(tensor.shape.numpy(), np.int64))
         nodes.append(
-            ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPED}")
+            ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPE_SUFFIX}")
         )
     output = nodes[-1].outputs[0]
     output.name, output.shape, output.type = (
@@ -161,19 +182,25 @@ def write_joined(
 
 
 def read_joined(graph: ir.Graph) -> bool:
-    """The inverse of `write_joined`: an initializer for each chain of its nodes. Returns whether there was a weight."""
+    """The inverse of `write_joined`: replaces each chain of its nodes by an initializer.
+
+    Returns whether there was such a chain.
+    """
     joins = [
-        node for node in graph if node.op_type == "Concat" and str(node.name).endswith(_JOINED)
+        node
+        for node in graph
+        if node.op_type == "Concat" and str(node.name).endswith(_CONCAT_SUFFIX)
     ]
     modified = False
-    for node in joins:  # a part comes before the whole
+    # A part comes before its whole.
+    for node in joins:
         parts = [tensor for value in node.inputs if (tensor := _const_value(value)) is not None]
         if len(parts) < len(node.inputs):
             continue
         axis, nodes = node.attributes.get_int("axis", 0), [node]
         shape = _joined_shape(parts, axis)
         users = [user for user, _ in node.outputs[0].uses()]
-        if len(users) == 1 and str(users[0].name).endswith(_RESHAPED):
+        if len(users) == 1 and str(users[0].name).endswith(_RESHAPE_SUFFIX):
             sizes = constant(users[0].inputs[1])
             if sizes is not None and (sizes > 0).all():
                 nodes.append(users[0])
@@ -184,7 +211,7 @@ def read_joined(graph: ir.Graph) -> bool:
 
 
 def _replace_chain(graph: ir.Graph, nodes: list[ir.Node], tensor: JoinedTensor) -> None:
-    """An initializer in place of the result of the chain `nodes`; the chain reads constants alone."""
+    """Replace a chain of nodes, which only read constants, by an initializer."""
     output = nodes[-1].outputs[0]
     read = {
         value
@@ -211,16 +238,22 @@ def _joined_shape(parts: Sequence[ir.TensorProtocol], axis: int) -> tuple[int, .
 
 
 HALF: Final = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-SUFFIX: Final = "_stored"  # of the name of the initializer before a Cast
-_INLINE: Final = 1024  # bytes of a constant that stays in the graph's own file
+# The suffix of the name of the initializer before a Cast.
+SUFFIX: Final = "_stored"
+# A constant up to this size stays in the file of the graph.
+_MAX_INLINE_BYTES: Final = 1024
 _FLOAT: Final = int(ir.DataType.FLOAT)
-_MOST_PARTS: Final = (
-    45_000  # ONNX Runtime maps each separately, and Linux gives a process 65,530 maps
-)
+# ONNX Runtime maps each part separately, and Linux allows a process 65,530 maps.
+_MAX_PARTS: Final = 45_000
 
 
 class StoredTensor(ir.LazyTensor):
-    """The numbers of `stored` in float32, as they are or with the two axes swapped, computed whenever they are read."""
+    """The numbers of another tensor in float32, converted at each read.
+
+    Attributes:
+        stored: the other tensor.
+        transposed: whether its two axes are swapped.
+    """
 
     __slots__ = ("stored", "transposed")
 
@@ -230,7 +263,8 @@ class StoredTensor(ir.LazyTensor):
         sizes = stored.shape.numpy()
         shape = ir.Shape(sizes[::-1] if transposed else sizes)
         super().__init__(self._widened, ir.DataType.FLOAT, shape, name=name)
-        self.stored, self.transposed = stored, transposed
+        self.stored = stored
+        self.transposed = transposed
 
     def in_own_dtype(self) -> Array:
         """The numbers in the dtype of `stored`."""
@@ -247,8 +281,15 @@ def rearranged(
     arrange: Callable[[list[Array]], Array],
     name: str,
 ) -> ir.TensorProtocol:
-    """The result of `arrange` for the numbers of `tensors`, of `shape`, computed whenever it is read. `arrange` only
-    moves them: if they are stored in one dtype, they stay in it."""
+    """A tensor of rearranged numbers, computed at each read.
+
+    Args:
+        tensors: the tensors with the numbers. If all are stored in one half-precision dtype, so is
+            the result.
+        shape: the shape of the result.
+        arrange: rearranges the arrays of the tensors, without changing any number.
+        name: the name of the result.
+    """
     stored = [
         tensor
         for tensor in tensors
@@ -273,7 +314,7 @@ def rearranged(
 
 
 def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol | None:
-    """`in_turns` of the stored forms of `tensors`; they stay in their files."""
+    """`in_turns` for stored tensors, which stay in their files."""
     if any(isinstance(tensor, StoredTensor) and tensor.transposed for tensor in tensors):
         return None
     wide = {isinstance(tensor, StoredTensor) for tensor in tensors}
@@ -285,10 +326,19 @@ def rows_in_turns(tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorP
 
 
 def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
-    """Write each weight of `model` that is stored in half precision so, with a Cast after it; in place. Rows that a
-    Gather looks up are cast after it. as_they_lie: also leave each weight that lies in files as it lies there, with a
-    Concat if the files are several, and a Transpose if the graph has it the other way round; otherwise it is written
-    anew. Returns whether there was such a weight."""
+    """Give each weight that is stored in half precision an initializer in it, with a Cast; in
+    place.
+
+    Rows that a Gather looks up are cast after the Gather.
+
+    Args:
+        model: the graph.
+        as_they_lie: also leave weights in their files, with a Concat if there are several files,
+            and with a Transpose if the graph needs it; otherwise they are written anew.
+
+    Returns:
+        Whether there was such a weight.
+    """
     found = [
         value
         for value in all_initializers(model.graph)
@@ -296,7 +346,7 @@ def narrow_weights(model: ir.Model, *, as_they_lie: bool = False) -> bool:
     ]
     few = (
         sum(len(list(parts_in_files(_as_stored(value.const_value)))) for value in found)
-        <= _MOST_PARTS
+        <= _MAX_PARTS
     )
     for value in found:
         in_parts = isinstance(_as_stored(value.const_value), JoinedTensor)
@@ -355,14 +405,16 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
     if uses:
         value.replace_all_uses_with(last, replace_graph_outputs=True)
         last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
-    # ONNX Runtime goes back from the last node, and from each to that of its inputs which is last in the file. So these
-    # stand before all other nodes: then the other inputs of a product come first, and the float32 weight is made
-    # for that product alone. Elsewhere, all of them are made before the first product runs.
+    # ONNX Runtime orders nodes backwards from the last node, and continues from each node with the
+    # input that is last in the file. So these nodes stand before all others: then the other inputs
+    # of a product come first, and its float32 weight is computed right before it. At another place,
+    # all weights would be computed before the first product runs.
     graph.insert_before(graph[0], nodes)
 
 
 def widen_weights(model: ir.Model) -> bool:
-    """The inverse of `narrow_weights`, in place: float32 initializers, made when read, for weights that are cast."""
+    """The inverse of `narrow_weights`, in place: weights with a Cast become float32
+    initializers."""
     graph = model.graph
     modified = read_joined(graph)
     for value in list(graph.initializers.values()):
@@ -423,8 +475,11 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def load_graph(path: Path) -> ir.Model:
-    """The model in `path`, its weights left in their files, including the files that `save_beside` refers to: for
-    graphs that were checked, or that this process wrote. Opens hard links, too; onnx_ir refuses them below a folder."""
+    """Load the model at `path` with its weights in their files, including files of `save_beside`.
+
+    It is for graphs that were checked, or that this process wrote. It opens hard links, which onnx_ir
+    refuses below a folder.
+    """
     model = ir.load(path)
     for value in all_initializers(model.graph):
         tensor = value.const_value
@@ -434,7 +489,7 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> ir.ExternalTensor:
-    """The same tensor, in the file `location` below `folder`; "" = it is a path by itself."""
+    """The same tensor in the file `location` below `folder`; with an empty folder, a path."""
     return ir.ExternalTensor(
         location,
         tensor.offset,
@@ -447,8 +502,16 @@ def relocated(tensor: ir.ExternalTensor, location: str, folder: str | Path) -> i
 
 
 def save_beside(model: ir.Model, folder: Path, name: str) -> None:
-    """Write `model` to `name` in `folder`, weights in files elsewhere by absolute paths, for `load_graph` only. Other
-    weights go to `name` and `.data`; all of them, if ONNX Runtime finds no common folder because of several drives."""
+    """Write a graph for `load_graph`, which refers to weights in other files by absolute paths.
+
+    Weights in memory go to a file with `.data` appended to the name. So do all weights if the files are
+    on several drives, because ONNX Runtime needs a common folder.
+
+    Args:
+        model: the graph.
+        folder: the folder of the file.
+        name: the name of the file.
+    """
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
     values, tensors = [], []
@@ -456,7 +519,7 @@ def save_beside(model: ir.Model, folder: Path, name: str) -> None:
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and lies:
             value.const_value = relocated(tensor, os.path.abspath(tensor.path), "")
-        elif tensor is not None and tensor.nbytes > _INLINE:
+        elif tensor is not None and tensor.nbytes > _MAX_INLINE_BYTES:
             values.append(value)
             tensors.append(tensor)
     if tensors:
@@ -476,7 +539,7 @@ def _are_on_one_drive(model: ir.Model, folder: Path) -> bool:
 
 
 def _replace(graph: ir.Graph, node: ir.Node, tensor: StoredTensor, name: str) -> None:
-    """An initializer in place of the output of `node`."""
+    """Replace the output of `node` by an initializer."""
     wide = ir.Value(name=name)
     node.outputs[0].replace_all_uses_with(wide, replace_graph_outputs=True)
     graph.remove(node, safe=True)
@@ -504,7 +567,7 @@ def _swapped(tensor: StoredTensor, name: str) -> ir.TensorProtocol:
 
 
 def _cast_behind(node: ir.Node, table: ir.Value) -> None:
-    """Let `node`, a Gather of float32, look up in `table`, and cast the result."""
+    """Let `node`, a Gather, look up in `table`, and cast its result to float32."""
     old = node.outputs[0]
     new = put_behind(
         old, "Cast", attributes={"to": _FLOAT}, dtype=ir.DataType.FLOAT, name=f"{node.name}_cast"
@@ -523,6 +586,6 @@ def _is_cast(node: ir.Node) -> bool:
 
 
 def _only_cast(node: ir.Node) -> ir.Node | None:
-    """The Cast to float32 that alone reads the output of `node`."""
+    """The Cast to float32 that is the only reader of the output of `node`; None without it."""
     users = [user for user, _ in node.outputs[0].uses()]
     return users[0] if len(users) == 1 and _is_cast(users[0]) else None

@@ -466,7 +466,7 @@ def test_more_parts_than_a_process_can_map_are_copied(
         (EXPERTS, ["Concat", "Cast", "MatMul"]),
         (EXPERTS - 1, ["Cast", "MatMul"]),
     ):
-        monkeypatch.setattr(stored, "_MOST_PARTS", most)
+        monkeypatch.setattr(stored, "_MAX_PARTS", most)
         folder = tmp_path / str(most)
         folder.mkdir()
         save_beside(product(gate), folder, "model.onnx")
