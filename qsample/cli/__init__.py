@@ -43,8 +43,8 @@ from qsample.cli.terminal import (
 )
 from qsample.errors import DISTRIBUTION
 
-# SIGTERM comes from `kill`, a batch system or `docker stop`; SIGHUP from a terminal that was closed,
-# and does not exist on Windows.
+# SIGTERM comes from `kill`, a batch system or `docker stop`; SIGHUP from a terminal that was
+# closed, and does not exist on Windows.
 _TERMINATION_SIGNALS: Final = [
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
@@ -156,7 +156,8 @@ def main() -> None:
                 file=sys.stderr,
             )
         raise
-    # Otherwise the interpreter looks at every object when it ends, which takes seconds after an export.
+    # Otherwise the interpreter looks at every object when it ends, which takes seconds after an
+    # export.
     gc.freeze()
     sys.exit(status)
 

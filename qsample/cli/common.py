@@ -325,7 +325,8 @@ def read_loras(entries: list[str] | None) -> dict[str, str]:
         entries: the values of --lora.
 
     Raises:
-        typer.BadParameter: an entry is not NAME=DIR, repeats a name, or has no adapter in its folder.
+        typer.BadParameter: an entry is not NAME=DIR, repeats a name, or has no adapter in its
+            folder.
     """
     from qsample.huggingface.lora import CONFIG
 

@@ -42,8 +42,8 @@ _EXTRA_OF_MODULE: Final = {
 }
 _UNKNOWN_WORD: Final = re.compile(r"No such (command|option:?) '?(?P<word>-*\w[\w-]*)'?")
 _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
-# Either an argument in front of its option, "slots=4 (--slots)", or the name of an argument, with or
-# without a value, that is not a part of a path or a quotation.
+# Either an argument in front of its option, "slots=4 (--slots)", or the name of an argument, with
+# or without a value, that is not a part of a path or a quotation.
 _ARGUMENT: Final = re.compile(
     r"""(?P<python>\w+)(?P<given>=(?:\[[^\]]*\]|[\w.+-]+)?)? \((?P<option>--[a-z-]+)\)|"""
     r"""(?<![\w/.\\'"-])(?P<name>[a-z]\w*)"""
@@ -357,7 +357,8 @@ def _message(error: Exception) -> str:
     original = str(error) if format_message is None else str(format_message())
     text = printable(" ".join(_ESCAPE.sub("", original).split()))
     if format_message is not None:
-        # The sentences of the parser have a beginning and a full stop; those of qsample have neither.
+        # The sentences of the parser have a beginning and a full stop; those of qsample have
+        # neither.
         return text.removeprefix("Invalid value: ").removesuffix(".")
     if text and isinstance(error, QsampleError | ValueError | OSError | ImportError | MemoryError):
         return text
