@@ -1,4 +1,6 @@
-"""qsample on a Ray cluster: batches with Ray Data, a server with Ray Serve. Needs the extra `ray`.
+"""qsample on a Ray cluster: batches with Ray Data, a server with Ray Serve.
+
+It needs the extra `ray`.
 
 Ray distributes, retries and scales; each of its processes runs an `Engine`.
 """

@@ -1,4 +1,5 @@
-"""Ray Data: the rows of a dataset through engines on the machines of a cluster, in the manner of `ray.data.llm`."""
+"""Ray Data: the rows of a dataset through engines on the machines of a cluster, in the manner of
+`ray.data.llm`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Row = Mapping[str, Any]
-# Names of ray.data.llm.
+# The names of these columns are those of ray.data.llm.
 _ERROR_COLUMN: Final = "__inference_error__"
-_COLUMNS: Final[Mapping[str, Callable[[RequestOutput], Any]]] = {
+_GENERATED_COLUMNS: Final[Mapping[str, Callable[[RequestOutput], Any]]] = {
     "generated_text": lambda output: output.text,
     "generated_tokens": lambda output: output.token_ids,
     "finish_reason": lambda output: output.finish_reason,
@@ -39,10 +40,16 @@ _COLUMNS: Final[Mapping[str, Callable[[RequestOutput], Any]]] = {
     "num_input_tokens": lambda output: output.usage.prompt_tokens,
     "num_generated_tokens": lambda output: output.usage.completion_tokens,
 }
+# The columns that a request is made of, in addition to the row's id.
+_REQUEST_COLUMNS: Final = ("prompt", "messages", "images", "sampling_params", "seed")
 
 
 def _concurrency(name: str, value: Any) -> int | tuple[int, int]:
-    least, most = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    if isinstance(value, tuple) and len(value) == 2:
+        least, most = value
+    else:
+        least = value
+        most = value
     if not (is_integer(least, 1) and is_integer(most, least)):
         refuse(name, value, "a number of actors, or (least, most)")
     return (least, most) if isinstance(value, tuple) else least
@@ -50,24 +57,28 @@ def _concurrency(name: str, value: Any) -> int | tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class QsampleProcessorConfig:
-    """How the rows of a dataset are continued; names as in `ray.data.llm` if it has them.
+    """How the rows of a dataset are continued. Names are those of `ray.data.llm` if it has them.
 
     Args:
-        package: a package's folder, or its tar archive, on a path that every machine sees.
-        send_package: read it on this machine and send it with the job instead.
-        concurrency: actors, each with an engine and a copy of the model; or (least, most) of them.
-        batch_size: rows of a batch.
-        max_concurrent_batches: batches of an actor at once, to keep its engine full while the last rows of a batch end.
-        num_cpus, num_gpus: of an actor. It has a thread for each CPU, at least 1.
-        slots, prefill_chunk_size: as in `Engine`.
-        provider, ctx_len: as in `load`.
-        loras: name → the folder of a LoRA adapter, on a path that every machine sees; the sampling_params of a row, or
-            of all, choose one as `adapter`.
-        sampling_params: fields of `SamplingParams` and options of `generate`; rows may override them.
-        id_column: the column with a row's id. A row without a seed gets the seed that follows from its id.
-        should_continue_on_error: a row that fails gets an error in the column `__inference_error__`; otherwise it ends
-            the job.
-        runtime_env: Ray's.
+        package: the folder of a package, or its tar archive, on a path that every machine sees.
+        send_package: whether the package is read on this machine and sent with the job instead.
+        concurrency: the number of actors, each with an engine and a copy of the model, or
+            (least, most).
+        batch_size: the number of rows of a batch.
+        max_concurrent_batches: the number of batches of an actor at once. Several batches keep its
+            engine full while the last rows of a batch end.
+        num_cpus, num_gpus: the CPUs and GPUs of an actor. It has a thread for each CPU, at least 1.
+        slots, prefill_chunk_size: the arguments of `Engine`; see `Engine`.
+        provider, ctx_len: the arguments of `load`; see `load`.
+        loras: name → the folder of a LoRA adapter, on a path that every machine sees. The
+            sampling_params of a row, or of all rows, choose an adapter as `adapter`.
+        sampling_params: fields of `SamplingParams` and options of `generate`. Rows may override
+            them.
+        id_column: the column with a row's id. A row without a seed gets the seed that follows from
+            its id.
+        should_continue_on_error: whether a row that fails gets an error in the column
+            `__inference_error__`. Otherwise, it ends the job.
+        runtime_env: Ray's runtime environment of an actor.
 
     Raises ValueError for a wrong value.
     """
@@ -93,7 +104,8 @@ class QsampleProcessorConfig:
         check_fields(self)
         if "seed" in self.sampling_params:
             raise ValueError(
-                "sampling_params has a seed, which every row would get; give each row its own, or an id"
+                "sampling_params has a seed, which every row would get; "
+                "give each row its own, or an id"
             )
 
 
@@ -106,13 +118,15 @@ def build_processor(
 
     Args:
         config: the package, its actors, and how they run it.
-        preprocess: its result is added to a row. Then a row has `prompt` (a text or token ids) or `messages`, and may
-            have `images` (a list: the bytes of files, paths, arrays, mappings with bytes or path), `sampling_params` (a
-            mapping) and `seed`. Its tokens depend on these alone: a row without a seed gets
-            the seed of its id, so it comes out the same if it runs again because a machine failed. A row with neither
+        preprocess: a function of a row whose result is added to the row. Then a row has `prompt` (a
+            text or token ids) or `messages`, and may have `images` (a list of bytes of files,
+            paths, arrays, or mappings with bytes or path), `sampling_params` (a mapping) and
+            `seed`. Its tokens depend only on these: a row without a seed gets the seed of its id,
+            so it comes out the same if it runs again because a machine failed. A row with neither
             is an error.
-        postprocess: makes the final row from a row with `generated_text`, `generated_tokens`, `finish_reason`, `seed`,
-            `num_input_tokens`, `num_generated_tokens` and its earlier columns.
+        postprocess: a function that makes the final row from a row with `generated_text`,
+            `generated_tokens`, `finish_reason`, `seed`, `num_input_tokens`, `num_generated_tokens`
+            and its earlier columns.
 
     >>> processor = build_processor(QsampleProcessorConfig(package="tiny-cpu", concurrency=2))
     >>> processor(ray.data.from_items([{"id": 0, "prompt": "In the beginning"}])).take_all()
@@ -123,13 +137,14 @@ def build_processor(
         from ray.data import ActorPoolStrategy
 
         sent = ray.put(pack(config.package)) if config.send_package else None
-        least, most = (
-            config.concurrency
-            if isinstance(config.concurrency, tuple)
-            else (config.concurrency,) * 2
-        )
-        if ray.is_initialized():  # otherwise the first run starts it
-            warn_where_full(least * config.num_cpus, ray.cluster_resources().get("CPU", 0))
+        if isinstance(config.concurrency, tuple):
+            least, most = config.concurrency
+        else:
+            least = config.concurrency
+            most = config.concurrency
+        # If Ray is not initialized yet, the first run starts it.
+        if ray.is_initialized():
+            warn_if_full(least * config.num_cpus, ray.cluster_resources().get("CPU", 0))
         if preprocess is not None:
             dataset = dataset.map(lambda row: {**row, **preprocess(row)})
         dataset = dataset.map_batches(
@@ -152,36 +167,48 @@ def build_processor(
     return process
 
 
-def warn_where_full(taken: float, cpus: float) -> None:
-    """Warn if the actors' CPUs (`taken`) leave no CPU for reading rows: Ray Data would wait silently."""
+def warn_if_full(taken: float, cpus: float) -> None:
+    """Warn if the actors leave no CPU for reading rows, because Ray Data would wait silently.
+
+    Args:
+        taken: the number of CPUs that the actors take.
+        cpus: the number of CPUs of the cluster.
+    """
     if taken > cpus - 1:
         warnings.warn(
-            f"the actors take {taken:g} of the cluster's {cpus:g} CPUs, and reading rows takes one: unless the cluster "
-            "grows, the job waits for ever; give a smaller concurrency, or smaller num_cpus",
+            f"the actors take {taken:g} of the cluster's {cpus:g} CPUs, and reading rows takes "
+            "one: unless the cluster grows, the job waits for ever; give a smaller concurrency, or "
+            "smaller num_cpus",
             stacklevel=3,
         )
 
 
 class EngineActor:
-    """An engine in an actor. Ray calls it for several batches at once; they overlap in the engine's slots."""
+    """An engine in an actor. Ray calls it for several batches at once, which overlap in the
+    engine's slots."""
 
     def __init__(self, config: QsampleProcessorConfig, sent: Any) -> None:
-        """`sent`: a reference to the package's archive; by default it is opened from `config.package`."""
+        """
+        Args:
+            config: the package, and how it is run.
+            sent: a reference to the package's archive. If it is None, the package is opened from
+                `config.package`.
+        """
         self._config = config
         if sent is not None:
             import ray
 
             path = open_archive(ray.get(sent))
+        elif Path(config.package).is_file():
+            path = open_archive(Path(config.package))
         else:
             path = Path(config.package)
-            path = open_archive(path) if path.is_file() else path
+        # Ray sets OMP_NUM_THREADS to 1 for its workers, so the number of threads is given.
         self._model = load(
             path,
             config.provider,
             ctx_len=config.ctx_len,
-            intra_op_num_threads=max(
-                1, int(config.num_cpus)
-            ),  # Ray sets OMP_NUM_THREADS to 1 for its workers
+            intra_op_num_threads=max(1, int(config.num_cpus)),
             session_config=NO_SPINNING,
         )
         for name, folder in config.loras.items():
@@ -202,46 +229,52 @@ class EngineActor:
         """The batch with its columns unchanged, and the generated columns."""
         import pyarrow
 
-        columns = (
-            "prompt",
-            "messages",
-            "images",
-            "sampling_params",
-            "seed",
-            self._config.id_column,
-        )
-        needed = [name for name in dict.fromkeys(columns) if name in batch.column_names]
-        rows = batch.select(needed).to_pylist() if needed else [{}] * batch.num_rows
-        done = await self.generate(rows)
-        types = {  # they do not depend on the rows
+        request_columns = [*_REQUEST_COLUMNS]
+        if self._config.id_column not in request_columns:
+            request_columns.append(self._config.id_column)
+        given_columns = [name for name in request_columns if name in batch.column_names]
+        if given_columns:
+            rows = batch.select(given_columns).to_pylist()
+        else:
+            rows = [{}] * batch.num_rows
+        generated = await self.generate(rows)
+        # The types of the columns must not depend on the rows.
+        types = {
             "generated_tokens": pyarrow.list_(pyarrow.int64()),
-            **dict.fromkeys(("seed", "num_input_tokens", "num_generated_tokens"), pyarrow.int64()),
+            "seed": pyarrow.int64(),
+            "num_input_tokens": pyarrow.int64(),
+            "num_generated_tokens": pyarrow.int64(),
         }
-        for name in (
-            *_COLUMNS,
-            *([_ERROR_COLUMN] if self._config.should_continue_on_error else []),
-        ):
-            column = pyarrow.array([row[name] for row in done], types.get(name, pyarrow.string()))
+        new_columns = [*_GENERATED_COLUMNS]
+        if self._config.should_continue_on_error:
+            new_columns.append(_ERROR_COLUMN)
+        for name in new_columns:
+            values = [row[name] for row in generated]
+            column = pyarrow.array(values, types.get(name, pyarrow.string()))
             place = batch.schema.get_field_index(name)
-            batch = (
-                batch.append_column(name, column)
-                if place < 0
-                else batch.set_column(place, name, column)
-            )
+            if place < 0:
+                batch = batch.append_column(name, column)
+            else:
+                batch = batch.set_column(place, name, column)
         yield batch
 
     async def generate(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """The generated columns of each row. If the engine fails, the rows run once more in a new engine: their tokens
-        follow from their seeds."""
-        requests, loop = [self._request(row) for row in rows], asyncio.get_running_loop()
+        """The generated columns of each row.
+
+        If the engine fails, the rows run once more in a new engine: their tokens follow from their
+        seeds.
+        """
+        requests = [self._request(row) for row in rows]
+        loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, self._run, self._engine, requests)
         except EngineClosedError:
-            if self._engine.closed:  # no other batch has replaced it
+            # Another batch may have replaced the engine already.
+            if self._engine.closed:
                 self._engine = self._make_engine()
             return await loop.run_in_executor(self._threads, self._run, self._engine, requests)
 
-    def _request(self, row: Row) -> tuple[Any, dict[str, Any]] | ValueError:
+    def _request(self, row: Row) -> RowRequest | ValueError:
         try:
             return request_of(row, self._config.sampling_params, self._config.id_column)
         except ValueError as error:
@@ -250,12 +283,13 @@ class EngineActor:
             return error
 
     def _run(
-        self, engine: Engine, requests: Sequence[tuple[Any, dict[str, Any]] | ValueError]
+        self, engine: Engine, requests: Sequence[RowRequest | ValueError]
     ) -> list[dict[str, Any]]:
+        """The generated columns of each request, or of its error."""
         valid = [request for request in requests if not isinstance(request, ValueError)]
         outputs = engine.map(
-            (inputs for inputs, _ in valid),
-            each=(options for _, options in valid),
+            (request.inputs for request in valid),
+            each=(request.options for request in valid),
             outputs=(),
             return_errors=self._config.should_continue_on_error,
         )
@@ -266,14 +300,18 @@ class EngineActor:
 
     def _columns(self, result: RequestOutput | Exception) -> dict[str, Any]:
         if isinstance(result, Exception):
-            error = f"{type(result).__name__}: {result}"
-            return {**dict.fromkeys(_COLUMNS), "generated_tokens": [], _ERROR_COLUMN: error}
-        return {**{name: value(result) for name, value in _COLUMNS.items()}, _ERROR_COLUMN: ""}
+            columns: dict[str, Any] = dict.fromkeys(_GENERATED_COLUMNS)
+            columns["generated_tokens"] = []
+            columns[_ERROR_COLUMN] = f"{type(result).__name__}: {result}"
+            return columns
+        columns = {name: value_of(result) for name, value_of in _GENERATED_COLUMNS.items()}
+        columns[_ERROR_COLUMN] = ""
+        return columns
 
 
 def _plain(value: Any) -> Any:
-    """Without NumPy's types, and without the nulls that Arrow inserts for the keys of other rows' mappings. The
-    `content` of a message stays, because it may be None by itself."""
+    """A value without NumPy's types, and without the nulls that Arrow inserts for the keys of other
+    rows' mappings. The `content` of a message stays, because it may be None by itself."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, np.generic):
@@ -284,17 +322,43 @@ def _plain(value: Any) -> Any:
             for name, item in value.items()
             if item is not None or name == "content"
         }
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
 
 
-def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[Any, dict[str, Any]]:
-    """The prompt or messages of a row, and its request's arguments: `sampling_params` on top of `defaults`, and the
-    seed. Raises ValueError for a row that has neither prompt nor messages, or neither seed nor id."""
+class RowRequest(NamedTuple):
+    """The request of a row.
+
+    Attributes:
+        inputs: the prompt or the messages.
+        options: the arguments of the request.
+    """
+
+    inputs: Any
+    options: dict[str, Any]
+
+
+def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> RowRequest:
+    """The request of a row.
+
+    Args:
+        row: the row.
+        defaults: the arguments of every request. The row's `sampling_params` override them.
+        id_column: the column with the row's id.
+
+    Raises:
+        ValueError: the row has neither prompt nor messages, or neither seed nor id.
+    """
     options = {**defaults, **_plain(row.get("sampling_params") or {})}
     seed = _number(options.pop("seed", None))
-    seed = _number(row.get("seed")) if seed is None else seed
-    options["seed"] = seed_of(row, id_column) if seed is None else seed
-    if images := _images(row.get("images")):
+    if seed is None:
+        seed = _number(row.get("seed"))
+    if seed is None:
+        seed = seed_of(row, id_column)
+    options["seed"] = seed
+    images = _images(row.get("images"))
+    if images:
         options["images"] = images
     messages = _plain(row.get("messages"))
     if is_chat(messages):
@@ -304,46 +368,52 @@ def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> tuple[A
         raise ValueError(
             f"a row has neither prompt nor messages, but {', '.join(row)}; make them in preprocess"
         )
-    return inputs, options
+    return RowRequest(inputs, options)
 
 
-def _images(given: Any) -> list[Any]:
-    """The images of a column's value: of a list, or a single one."""
-    if given is None:
+def _images(value: Any) -> list[Any]:
+    """The images of a column's value, which is a list of images or a single image."""
+    if value is None:
         return []
-    single = isinstance(given, bytes | str | Mapping) or (
-        isinstance(given, np.ndarray) and given.ndim == 3
-    )
-    return [_image(image) for image in ([given] if single else given)]
+    is_array = isinstance(value, np.ndarray) and value.ndim == 3
+    if is_array or isinstance(value, bytes | str | Mapping):
+        return [_image(value)]
+    return [_image(image) for image in value]
 
 
-def _image(given: Any) -> Any:
-    """An image as `generate` takes it; lists of numbers are pixels, and a mapping has bytes or a path, as in Hugging
-    Face's datasets."""
-    if isinstance(given, Mapping):
-        given = given.get("bytes") or given.get("path")
-    if isinstance(given, list | np.ndarray):
-        return np.array(given, dtype=np.uint8)
-    return given
+def _image(value: Any) -> Any:
+    """An image as `generate` takes it. Lists of numbers are pixels, and a mapping has bytes or a
+    path, as in Hugging Face's datasets."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, list | np.ndarray):
+        return np.array(value, dtype=np.uint8)
+    return value
 
 
 def seed_of(row: Row, id_column: str) -> int:
-    """A seed that follows from a row's id. Raises ValueError for a row without an id."""
-    given = _number(row.get(id_column))
-    if given is None:
+    """A seed that follows from a row's id.
+
+    Raises:
+        ValueError: the row has no id.
+    """
+    row_id = _number(row.get(id_column))
+    if row_id is None:
         raise ValueError(
-            f"a row has no seed and no {id_column!r}; give it either, so that it comes out the same if it runs again, "
-            "or name another id_column"
+            f"a row has no seed and no {id_column!r}; give it either, so that it comes out the "
+            "same if it runs again, or name another id_column"
         )
-    text = json.dumps(_plain(given), sort_keys=True, default=str)
+    text = json.dumps(_plain(row_id), sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % NUM_DRAWN_SEEDS
 
 
 def _number(value: Any) -> Any:
-    """None for a missing number: pandas has NaN for it, and floats for the other numbers of its column."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, float):
-        if np.isnan(value):
-            return None
-        return int(value) if value.is_integer() else value
-    return value
+    """A number of a column; None for a missing number. pandas has NaN for a missing number, and
+    floats for the other numbers of its column."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, float):
+        return value
+    if np.isnan(value):
+        return None
+    return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Ray Serve: `qsample serve`'s application in replicas with separate engines."""
+"""Ray Serve: the application of `qsample serve` in replicas with separate engines."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ def serve_app(
     """An application for `ray.serve.run`: OpenAI's API, streams included, over replicas.
 
     Args:
-        settings: of each replica's server; `threads` defaults to a replica's CPUs, at least 1.
-        num_replicas: by default 1, or the range of `autoscaling_config`; "auto" for Ray Serve's range.
-        autoscaling_config: Ray Serve's; its `target_ongoing_requests` defaults to the settings' slots, so that a
-            replica is added when requests begin to wait.
-        num_cpus, num_gpus: of a replica.
-        name: of the deployment.
-        options: of `ray.serve.deployment`. max_ongoing_requests defaults to slots and max_waiting together, so that a
-            replica never answers 429 while another replica has room; graceful_shutdown_timeout_s, the time for a
-            superfluous replica to finish its streams, to the settings' drain_timeout.
+        settings: the settings of each replica's server. `threads` defaults to a replica's CPUs, at
+            least 1.
+        num_replicas: the number of replicas. It is 1 by default, or the range of
+            `autoscaling_config`; "auto" is Ray Serve's range.
+        autoscaling_config: Ray Serve's settings. Its `target_ongoing_requests` defaults to the
+            settings' slots, so that a replica is added when requests begin to wait.
+        num_cpus, num_gpus: the CPUs and GPUs of a replica.
+        name: the name of the deployment.
+        options: further options of `ray.serve.deployment`. max_ongoing_requests defaults to slots
+            and max_waiting together, so that a replica never answers 429 while another replica has
+            room. graceful_shutdown_timeout_s, the time for a superfluous replica to finish its
+            streams, defaults to the settings' drain_timeout.
 
     Raises ValueError if a number of replicas is given together with autoscaling_config.
 
@@ -46,12 +49,12 @@ def serve_app(
     """
     if autoscaling_config is not None and num_replicas not in (None, "auto"):
         raise ValueError(
-            f"num_replicas is {shown(num_replicas)} and autoscaling_config was given, which decides that; leave one of "
-            "them out"
+            f"num_replicas is {shown(num_replicas)} and autoscaling_config was given, which "
+            "decides that; leave one of them out"
         )
     from ray import serve
 
-    slots = settings.slots or max(map(_own_slots, settings.models.values()))
+    slots = settings.slots or max(map(_default_slots, settings.models.values()))
     if settings.threads is None:
         settings = replace(settings, threads=max(1, int(num_cpus)))
     if autoscaling_config is not None or num_replicas == "auto":
@@ -72,10 +75,11 @@ def serve_app(
     )
     @serve.ingress(build)
     class Server:
-        """The application; Ray asks for its health."""
+        """The application. Ray asks for its health."""
 
         def check_health(self) -> None:
-            ended = self.app.state.server.ended()  # type: ignore[attr-defined]  # of Ray's wrapper
+            # Ray's wrapper sets `app`.
+            ended = self.app.state.server.ended()  # type: ignore[attr-defined]
             if ended:
                 raise QsampleError(f"the engines of {', '.join(ended)} have ended")
 
@@ -83,13 +87,14 @@ def serve_app(
     return application
 
 
-def _own_slots(path: str) -> int:
-    """The slots of an engine by default: the rows that the package was compiled for, if their number is fixed."""
+def _default_slots(path: str) -> int:
+    """The slots of an engine by default: the rows that the package was compiled for, if their
+    number is fixed."""
+    # The package may be only on other machines. Otherwise, the replicas report the error.
     try:
         compilation = read_package(path, verify=False).manifest.compilation
-    except (
-        OSError,
-        QsampleError,
-    ):  # it may be on other machines only; otherwise the replicas report the error
+    except (OSError, QsampleError):
         return DEFAULT_SLOTS
-    return (compilation and compilation.batch_size) or DEFAULT_SLOTS
+    if compilation is None or not compilation.batch_size:
+        return DEFAULT_SLOTS
+    return compilation.batch_size

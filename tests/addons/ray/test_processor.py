@@ -19,7 +19,7 @@ from qsample.addons.ray.processor import (
     QsampleProcessorConfig,
     request_of,
     seed_of,
-    warn_where_full,
+    warn_if_full,
 )
 from qsample.addons.ray.server import serve_app
 from qsample.addons.serve import ServeSettings
@@ -326,7 +326,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_actors_that_take_all_cpus_are_told(taken: float, cpus: float, warns: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_where_full(taken, cpus)
+        warn_if_full(taken, cpus)
     assert bool(caught) == warns
 
 
