@@ -138,7 +138,8 @@ class Destination:
 
     def keep(self) -> ScratchFolder | None:
         """Hand over the temporary folder; None if the caller gave a path."""
-        folder, self._folder = self._folder, None
+        folder = self._folder
+        self._folder = None
         return folder
 
     def __exit__(self, *exception: object) -> None:

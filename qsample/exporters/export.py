@@ -188,7 +188,8 @@ def _write(
 
     refer: see `write_draft`.
     """
-    origin, model = loaded.origin, loaded.model
+    origin = loaded.origin
+    model = loaded.model
     source = package.Source(
         origin.model_id,
         origin.revision,
@@ -246,7 +247,8 @@ def _write_graphs(
     refer: bool,
 ) -> package.Manifest:
     """As `_write`, without the hashes of the checkpoint's files."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
+    tokenizer = loaded.tokenizer
     context = DecodeContext()
     stages.begin(Stage.CHECKING)
     dtype = _check_dtype(model)

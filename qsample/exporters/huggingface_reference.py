@@ -40,7 +40,8 @@ def reference(model: PreTrainedModel) -> Reference:
     config = model.config.get_text_config(decoder=True)
     generator = np.random.default_rng(0)
     # Models that number positions themselves skip padding; a prompt contains none.
-    weight, pad = model.get_input_embeddings().weight, getattr(config, "pad_token_id", None)
+    weight = model.get_input_embeddings().weight
+    pad = getattr(config, "pad_token_id", None)
     assert isinstance(weight, torch.Tensor)
     allowed = np.setdiff1d(np.arange(len(weight)), [] if pad is None else [pad])
     windows = _windows(config)

@@ -44,7 +44,8 @@ class _Call:
     positions: Tensor | None = None
 
     def note(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self.embedded, self.positions = kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+        self.embedded = kwargs.get("inputs_embeds")
+        self.positions = kwargs.get("position_ids")
         self.added = list(kwargs.get(ADDED_FEATURES) or ())
 
 

@@ -96,7 +96,8 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
         raise UnsupportedModelError(
             f"{name} fails for a trial image ({said}); {_REMEDY}"
         ) from error
-    most_alike, difference = -1, "its settings are of no family that packages have"
+    most_alike = -1
+    difference = "its settings are of no family that packages have"
     for family in FAMILIES:
         for choices in _choices(family, probes[0], config, token):
             described = _described(family, choices, probes, config, names)
@@ -104,7 +105,8 @@ def describe_images(processor: ProcessorMixin, config: PretrainedConfig) -> dict
             if described and not problem:
                 return described[0]
             if alike > most_alike:
-                most_alike, difference = alike, problem
+                most_alike = alike
+                difference = problem
     raise UnsupportedModelError(
         f"packages cannot process images as {name} does: {difference}; {_REMEDY}"
     )
@@ -141,7 +143,8 @@ def _probe(processor: ProcessorMixin, image: Image, prompt: str, **options: Any)
     """The processor's results for an image; its image class is watched for the settings."""
     images: Any = processor.image_processor
     watched: Any = processor
-    preprocess, replacement = images.preprocess, watched.replace_image_token
+    preprocess = images.preprocess
+    replacement = watched.replace_image_token
     calls: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     texts: list[str] = []
 
@@ -153,7 +156,8 @@ def _probe(processor: ProcessorMixin, image: Image, prompt: str, **options: Any)
         texts.append(replacement(*arguments, **settings))
         return texts[-1]
 
-    images.preprocess, watched.replace_image_token = preprocessing, replacing
+    images.preprocess = preprocessing
+    watched.replace_image_token = replacing
     try:
         inputs = watched(
             text=[prompt], images=[image], **({"images_kwargs": options} if options else {})
@@ -264,7 +268,8 @@ def _difference(
     described: Sequence[dict[str, Any]], probes: Sequence[_Probe], processor: ProcessorMixin
 ) -> tuple[int, str]:
     """The number of probes that came out the same, and the first difference, or an empty text."""
-    placeholder, images = described[0]["placeholder"], []
+    placeholder = described[0]["placeholder"]
+    images = []
     for number, (probe, settings) in enumerate(zip(probes, described, strict=True)):
         mine = ImageProcessor(settings)
         image = mine.process(probe.image)
@@ -276,7 +281,9 @@ def _difference(
         if _ids(processor, mine.expand(prompt_of(placeholder), [image])) != probe.ids:
             return number, f"the token ids {what} differ"
         images.append(image)
-    mine, three, prompt = ImageProcessor(described[0]), images[:3], prompt_of(placeholder, 3)
+    mine = ImageProcessor(described[0])
+    three = images[:3]
+    prompt = prompt_of(placeholder, 3)
     theirs: Any = processor(text=[prompt], images=[probe.image for probe in probes[:3]])
     ids = _ids(processor, mine.expand(prompt, three))
     if ids != [int(token) for token in np.asarray(theirs["input_ids"][0])]:
@@ -306,7 +313,10 @@ def pixel_difference(ours: Array, theirs: Array) -> str:
 
 def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -> ImageTexts | None:
     """The texts with which images of these layouts are `written`, or None if there are none."""
-    texts, line, patterns, most = ImageTexts(), "", [""], 1
+    texts = ImageTexts()
+    line = ""
+    patterns = [""]
+    most = 1
     for layout, text in zip(layouts, written, strict=True):
         part = _around(layout, text, token)
         if part is None:
@@ -318,7 +328,8 @@ def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -
             continue
         texts = replace(texts, before=part[0], whole=part[-2] if layout.whole else texts.whole)
         if rows > 1:
-            line, most = part[columns], columns
+            line = part[columns]
+            most = columns
         if columns > 1:
             patterns = _patterns(part[rows * columns - 1], rows - 1, columns - 1, columns)
     for (
@@ -339,7 +350,9 @@ def _around(layout: Layout, text: str, token: str) -> list[str] | None:
     """The texts before each run of placeholders, and after the last; None if there are other
     runs."""
     rows, columns = layout.tiles
-    parts, at, run = [], 0, token * layout.count
+    parts = []
+    at = 0
+    run = token * layout.count
     for _ in range(max(rows * columns, 1) + layout.whole):
         found = text.find(run, at)
         if found < 0:

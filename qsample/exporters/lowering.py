@@ -160,7 +160,8 @@ def _outline_scan(graph: ir.Graph, end: ir.Node, name: str) -> None:
     begin, steps = _loop(graph, end)
     num_states = int(end.attributes[NUM_STATES].as_int())
     body = _body_graph(begin, steps, end, name)
-    num_inputs, num_results = len(body.inputs) - num_states, len(body.outputs) - num_states
+    num_inputs = len(body.inputs) - num_states
+    num_results = len(body.outputs) - num_states
     attributes = [
         ir.AttrGraph("body", body),
         ir.AttrInt64("num_scan_inputs", num_inputs),
@@ -290,7 +291,9 @@ class _Matrices:
     def __init__(
         self, graph: ir.Graph, parts: list[ir.Value | None], experts: int, transposed: bool
     ) -> None:
-        self._graph, self._experts, self._transposed = graph, experts, transposed
+        self._graph = graph
+        self._experts = experts
+        self._transposed = transposed
         self._parts = [part for part in parts if part is not None]
         self._tensors = [_parameter(part) for part in self._parts]
 
@@ -416,7 +419,8 @@ def _summed_length(node: ir.Node) -> int | None:
     source = node.inputs[0] if node.op_type == "ReduceSum" and len(node.inputs) == 2 else None
     if source is None or source.shape is None or node.inputs[1] is None:
         return None
-    axes, length = ir.convenience.get_const_tensor(node.inputs[1]), source.shape[-1]
+    axes = ir.convenience.get_const_tensor(node.inputs[1])
+    length = source.shape[-1]
     if axes is None or axes.numpy().tolist() not in ([-1], [len(source.shape) - 1]):
         return None
     is_float = source.dtype is not None and source.dtype.is_floating_point()

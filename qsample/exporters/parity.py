@@ -228,7 +228,8 @@ def check(
     parts, states = _in_few_calls(runner, interface, expected)
     if images is not None:
         with_images, states_with_images = _with_images(runner, interface, expected, images)
-        parts, states = parts | with_images, states | states_with_images
+        parts = parts | with_images
+        states = states | states_with_images
     if expected.narrowed is not None:
         narrow_windows(model, expected.narrowed.windows)
         sizes = " and ".join(
@@ -287,7 +288,8 @@ def _in_few_calls(
     step of every row. And each state of the longest after them, beside the state of a further row
     of the batch that read the same tokens in one piece: it shows a wrong state that no logit has
     shown yet, such as the state of a step that is not kept."""
-    longest, continued = expected.prompts[-1], expected.continuations[-1]
+    longest = expected.prompts[-1]
+    continued = expected.continuations[-1]
     prompts = [*expected.prompts, longest + continued]
     state = runner.start(len(prompts))
     logits = _logits(runner, *_ragged(prompts), state)
@@ -321,7 +323,8 @@ def _with_images(
     """As `_in_few_calls`: a batch of a text and the prompt with images, a step of both, and that
     prompt in two pieces, cut within the last image (between images if its tokens see each
     other)."""
-    text, n = expected.prompts[0], len(images.prompt)
+    text = expected.prompts[0]
+    n = len(images.prompt)
     state = runner.start(2)
     ids, lengths = _ragged([text, images.prompt])
     logits = _logits(runner, ids, lengths, state, _image_inputs(images, slice(0, n), len(text)))
@@ -349,7 +352,8 @@ def _with_images(
 def _image_inputs(images: ImageReference, piece: slice, before: int = 0) -> dict[str, Array]:
     """The inputs of a call that reads that piece of the prompt with images in its last row; in rows
     before it, if `before` is not 0, a text."""
-    rows, n = np.append(images.rows, -1)[piece], 2 if before else 1
+    rows = np.append(images.rows, -1)[piece]
+    n = 2 if before else 1
     used = rows[rows >= 0]
     first, end = (int(used.min()), int(used.max()) + 1) if len(used) else (0, 1)
     inputs = {"image_rows": np.full((n, max(len(rows), before)), -1, np.int32)}

@@ -179,12 +179,14 @@ def _versions(libraries: Sequence[str]) -> dict[str, str]:
 def build_initial_state(interface: Interface) -> ir.Model:
     """`initial_state.onnx`: `seed` int64 [B], any value, and `capacity` int64 scalar, T >= 1 →
     every retained state."""
-    seed, capacity = _input(SEED), _input(CAPACITY_INPUT)
+    seed = _input(SEED)
+    capacity = _input(CAPACITY_INPUT)
     graph = ir.Graph(
         [seed, capacity], [], nodes=[], opset_imports={"": OPSET}, name="initial_state"
     )
     with building(graph):
-        rows, length = size(Tensor(seed), 0), Tensor(capacity).reshape(1)
+        rows = size(Tensor(seed), 0)
+        length = Tensor(capacity).reshape(1)
         sizes: Sizes = {BATCH: rows, CAPACITY: length, VOCAB: [interface.vocab_size]}
         for spec in interface.initial_state.outputs:
             stream = NOISE_STREAMS.get(spec.name)

@@ -184,7 +184,8 @@ def _put_copy(
 ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
     """Put a copy of `first` in the place of `node`; returns its retained states, before and after,
     by name."""
-    group, layer = first.group, node.attributes[LAYER].as_int()
+    group = first.group
+    layer = node.attributes[LAYER].as_int()
     names = repetition.layers.state_names(layer)
     states = {name: _like(value, name) for name, value in zip(names, first.inputs[1:], strict=True)}
     hidden = node.inputs[0]
@@ -233,7 +234,8 @@ def _copy(
 ) -> ir.Node:
     """A copy of a node of the first layer of `group`, for `layer`."""
     copy = copy_node(node, copies, f"layer{layer}")
-    first, own = f"{group.path}.{group.first}", f"{group.path}.{layer}"
+    first = f"{group.path}.{group.first}"
+    own = f"{group.path}.{layer}"
     copy.metadata_props.update(
         (key, text.replace(first, own)) for key, text in node.metadata_props.items()
     )

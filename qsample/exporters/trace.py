@@ -195,7 +195,8 @@ def _export(
 
     copied: see `_InOrder`. examples: see `trace`.
     """
-    root.output_names, root.copied = spec.output_names, copied
+    root.output_names = spec.output_names
+    root.copied = copied
     given = (*spec.inputs, *spec.states)
     inputs = {
         **{one.name: _example(one, sizes) for one in given if one.name not in examples},

@@ -54,7 +54,8 @@ def write_vision(
         UnsupportedModelError: the tower cannot be exported.
         ParityError: its features differ.
     """
-    module, spec = vision_module(model).eval(), interface.vision
+    module = vision_module(model).eval()
+    spec = interface.vision
     example = module.example
     axes = {
         axis: size

@@ -70,7 +70,8 @@ class _Adapters:
     """Adds products to a graph, and the inputs for adapters."""
 
     def __init__(self, model: ir.Model, interface: Interface) -> None:
-        self._graph, self._dtype = model.graph, _dtype(interface.dtype)
+        self._graph = model.graph
+        self._dtype = _dtype(interface.dtype)
         self._inputs = {
             spec.name: _like(spec.axes, _dtype(spec.dtype), spec.name)
             for spec in interface.adapter_inputs
@@ -107,9 +108,11 @@ class _Adapters:
         """Add products to layers; layers of a group have their results side by side in one
         value."""
         for parts in layers:
-            result, name = parts[0].result, f"adapter.{parts[0].path}"
+            result = parts[0].result
+            name = f"adapter.{parts[0].path}"
             total = put_behind(result, "Add", [self._zero], name=name)
-            total.name, node = name, total.producer()
+            total.name = name
+            node = total.producer()
             assert node is not None
             changes = [self._product(node, part) for part in parts]
             change = changes[0]
@@ -120,14 +123,16 @@ class _Adapters:
             node.replace_input_with(1, change)
 
     def _product(self, before: ir.Node, layer: Layer) -> ir.Value:
-        name, kind = f"adapter.{layer.path}", kind_of(layer.path)
+        name = f"adapter.{layer.path}"
+        kind = kind_of(layer.path)
         a, b = (self._inputs[one] for one in adapter_names(layer.path))
         assert layer.states.shape is not None
         assert a.shape is not None
         assert b.shape is not None
         batch, *sizes = layer.states.shape
         rows = [batch, sizes[-1 if layer.transposed else 0]]
-        turned, narrow = {"transA": int(layer.transposed), "transB": 1}, [*rows, a.shape[0]]
+        turned = {"transA": int(layer.transposed), "transB": 1}
+        narrow = [*rows, a.shape[0]]
 
         def put(
             op_type: str, inputs: list[ir.Value], shape: list[Any], part: str, **more: Any
@@ -320,7 +325,8 @@ def branch_where_adapters_are(model: ir.Model, interface: Interface) -> bool:
         copies: dict[ir.Value, ir.Value] = {}
         added = [copy_node(node, copies, "branch") for node in (*products, total)]
         same = ir.node("Identity", [total.inputs[0]], name=f"{total.name}.none")
-        same.outputs[0].name, same.outputs[0].type = same.name, total.outputs[0].type
+        same.outputs[0].name = same.name
+        same.outputs[0].type = total.outputs[0].type
         sides = [
             ir.AttrGraph(
                 side,

@@ -77,7 +77,9 @@ def _branch(
     ]
     node = ir.Node("", "If", [condition], sides, num_outputs=len(results[0]), name=name)
     for index, (value, like) in enumerate(zip(node.outputs, results[0], strict=True)):
-        value.name, value.type, value.shape = f"{name}.{index}", like.type, like.shape
+        value.name = f"{name}.{index}"
+        value.type = like.type
+        value.shape = like.shape
     return node
 
 
@@ -176,7 +178,8 @@ class _Masks:
         any_image: ir.Value,
         windows: set[int],
     ) -> None:
-        then, otherwise = _Nodes(graph, f"{_NAME}.masks"), _Nodes(graph, f"{_NAME}.nothing")
+        then = _Nodes(graph, f"{_NAME}.masks")
+        otherwise = _Nodes(graph, f"{_NAME}.nothing")
         rows, (lengths, given) = (
             inputs[IMAGE_ROWS.name],
             (
@@ -224,7 +227,8 @@ class _Masks:
         for value, rank, dtype in made:
             empty = otherwise("Cast", np.zeros([1] * rank, np.int64), to=dtype)
             for one, side in zip((value, empty), results, strict=True):
-                one.type, one.shape = ir.TensorType(dtype), ir.Shape([None] * rank)
+                one.type = ir.TensorType(dtype)
+                one.shape = ir.Shape([None] * rank)
                 side.append(one)
         self.node = _branch(f"{_NAME}.masks", any_image, then, otherwise, results)
         self.columns, self.index, self.is_image, self.positions, self.total, self.held, *masks = (
@@ -243,7 +247,8 @@ def _see_runs(
             "export the text model alone (--text-only)"
         )
     plain, key, value = attention.outputs
-    then, otherwise = _Nodes(graph, f"{name}.then"), _Nodes(graph, f"{name}.else")
+    then = _Nodes(graph, f"{name}.then")
+    otherwise = _Nodes(graph, f"{name}.else")
     query = then("Cast", _queries(then, attention, masks), to=_FLOAT)
     keys, values = (
         _read(then, attention, states, slot, masks)
@@ -266,7 +271,8 @@ def _see_runs(
     marker = ir.Value(name=f"{name}.plain", type=ir.TensorType(dtype), shape=plain.shape)
     sides = [then("Where", masks.is_image, result, marker)], [otherwise("Identity", marker)]
     for side in sides:
-        side[0].type, side[0].shape = ir.TensorType(dtype), plain.shape
+        side[0].type = ir.TensorType(dtype)
+        side[0].shape = plain.shape
     node = _branch(name, any_image, then, otherwise, sides)
     plain.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
     marker.replace_all_uses_with(plain)

@@ -173,11 +173,9 @@ def write_joined(
             ir.Node("", "Reshape", [nodes[-1].outputs[0], sizes], name=f"{name}{_RESHAPE_SUFFIX}")
         )
     output = nodes[-1].outputs[0]
-    output.name, output.shape, output.type = (
-        name,
-        ir.Shape(tensor.shape.numpy()),
-        ir.TensorType(tensor.dtype),
-    )
+    output.name = name
+    output.shape = ir.Shape(tensor.shape.numpy())
+    output.type = ir.TensorType(tensor.dtype)
     return output, nodes
 
 
@@ -197,7 +195,8 @@ def read_joined(graph: ir.Graph) -> bool:
         parts = [tensor for value in node.inputs if (tensor := _const_value(value)) is not None]
         if len(parts) < len(node.inputs):
             continue
-        axis, nodes = node.attributes.get_int("axis", 0), [node]
+        axis = node.attributes.get_int("axis", 0)
+        nodes = [node]
         shape = _joined_shape(parts, axis)
         users = [user for user, _ in node.outputs[0].uses()]
         if len(users) == 1 and str(users[0].name).endswith(_RESHAPE_SUFFIX):
@@ -359,10 +358,13 @@ def _as_stored(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
 
 
 def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
-    tensor, graph, name = value.const_value, value.graph, str(value.name)
+    tensor = value.const_value
+    graph = value.graph
+    name = str(value.name)
     assert isinstance(tensor, StoredTensor)
     assert graph is not None
-    stored, transposed = tensor.stored, tensor.transposed
+    stored = tensor.stored
+    transposed = tensor.transposed
     lies = as_they_lie and lies_in_files(stored)
     if not lies and stored.dtype not in HALF:
         return
@@ -390,11 +392,9 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
     if half and uses:
         nodes.append(ir.Node("", "Cast", [last], [ir.AttrInt64("to", _FLOAT)], name=f"{name}_cast"))
         last = nodes[-1].outputs[0]
-        last.shape, last.type, last.name = (
-            base.shape,
-            ir.TensorType(ir.DataType.FLOAT),
-            f"{name}_cast",
-        )
+        last.shape = base.shape
+        last.type = ir.TensorType(ir.DataType.FLOAT)
+        last.name = f"{name}_cast"
     if transposed and uses:
         nodes.append(
             ir.Node(
@@ -404,7 +404,9 @@ def _narrow(value: ir.Value, *, as_they_lie: bool) -> None:
         last = nodes[-1].outputs[0]
     if uses:
         value.replace_all_uses_with(last, replace_graph_outputs=True)
-        last.name, last.shape, last.type = name, value.shape, ir.TensorType(ir.DataType.FLOAT)
+        last.name = name
+        last.shape = value.shape
+        last.type = ir.TensorType(ir.DataType.FLOAT)
     # ONNX Runtime orders nodes backwards from the last node, and continues from each node with the
     # input that is last in the file. So these nodes stand before all others: then the other inputs
     # of a product come first, and its float32 weight is computed right before it. At another place,
@@ -451,10 +453,8 @@ def _widen(graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol) -> bool:
             assert cast is not None
             output = cast.outputs[0]
             node.replace_input_with(0, wide)
-            node.outputs[0].shape, node.outputs[0].type = (
-                output.shape,
-                ir.TensorType(ir.DataType.FLOAT),
-            )
+            node.outputs[0].shape = output.shape
+            node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
             output.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
             graph.remove(cast, safe=True)
         for cast in casts:
@@ -514,7 +514,8 @@ def save_beside(model: ir.Model, folder: Path, name: str) -> None:
     """
     lies = _are_on_one_drive(model, folder)
     narrow_weights(model, as_they_lie=lies)
-    values, tensors = [], []
+    values = []
+    tensors = []
     for value in all_initializers(model.graph):
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and lies:
@@ -547,11 +548,9 @@ def _replace(graph: ir.Graph, node: ir.Node, tensor: StoredTensor, name: str) ->
 
 
 def _fill(graph: ir.Graph, value: ir.Value, tensor: StoredTensor, name: str) -> None:
-    value.const_value, value.type, value.shape = (
-        tensor,
-        ir.TensorType(ir.DataType.FLOAT),
-        ir.Shape(tensor.shape),
-    )
+    value.const_value = tensor
+    value.type = ir.TensorType(ir.DataType.FLOAT)
+    value.shape = ir.Shape(tensor.shape)
     if name in graph.initializers:
         value.name = f"{name}_{len(graph.initializers)}"
     graph.register_initializer(value)
@@ -572,7 +571,8 @@ def _cast_behind(node: ir.Node, table: ir.Value) -> None:
     new = put_behind(
         old, "Cast", attributes={"to": _FLOAT}, dtype=ir.DataType.FLOAT, name=f"{node.name}_cast"
     )
-    new.name, old.name = old.name, f"{old.name}{SUFFIX}"
+    new.name = old.name
+    old.name = f"{old.name}{SUFFIX}"
     old.type = ir.TensorType(table.dtype)  # type: ignore[arg-type]
     node.replace_input_with(0, table)
 

@@ -136,7 +136,8 @@ def threads_of_parts(parts: int) -> list[PartThreads]:
         return [PartThreads(count=max(cores // parts, 1))] * parts
     groups = list[list[int]]()
     for part in range(parts):
-        first, end = part * len(nodes) // parts, (part + 1) * len(nodes) // parts
+        first = part * len(nodes) // parts
+        end = (part + 1) * len(nodes) // parts
         groups.append([number for node in nodes[first:end] for number in node])
     fewest_cores = min(_cores(processors) for processors in groups)
     return [PartThreads(processors, fewest_cores) for processors in groups]

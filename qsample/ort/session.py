@@ -298,11 +298,13 @@ def _open_decoder(
             decoder = _Decoder(
                 [part.session for part in parts], parts[-1].device, parts[-1].replays, parts
             )
-            checked, name = _joined(parts), "the decoder in parts"
+            checked = _joined(parts)
+            name = "the decoder in parts"
         else:
             session = opener.open(DECODER, adds_logits=adds_logits)
             decoder = _Decoder([session], place.device, Replays() if opener.captures else None)
-            checked, name = session, DECODER
+            checked = session
+            name = DECODER
         check_interface(checked, wanted, _compiled_sizes(package), name)
     release_pages(package.path / f"{DECODER}.data")
     if place.device == "cpu":
@@ -335,9 +337,11 @@ def _open_parts(
         thread = DeviceThread(f"qsample-part-{number + 1}", own.processors)
         is_last = number == len(files) - 1
         if number == 0 or device == "cpu":
-            place, part_opener = device, opener
+            place = device
+            part_opener = opener
         else:
-            place, part_opener = f"{device}:{number}", _on_gpu(opener, number)
+            place = f"{device}:{number}"
+            part_opener = _on_gpu(opener, number)
         open_part = partial(part_opener.open, file, adds_logits=adds_logits and is_last)
         session = thread.submit(open_part).result()
         parts.append(Part.of(session, place, thread, captured=captured))
@@ -367,7 +371,8 @@ def _open_sampler(opener: _GraphOpener) -> ort.InferenceSession | None:
     interface = opener.package.interface
     if interface.features.sampler:
         return None
-    threads, config = opener.options.intra_op_num_threads, opener.options.config
+    threads = opener.options.intra_op_num_threads
+    config = opener.options.config
     on_host = replace(opener, providers=(CPU,), options=SessionOptions(threads, config=config))
     session = on_host.open(SAMPLER)
     check_interface(session, interface.graphs[SAMPLER], interface.sizes, SAMPLER)

@@ -323,7 +323,8 @@ def _shell_word(data: Mapping[str, Any], name: str, key: str) -> str | None:
 
 def _check_figures(manifest: Manifest) -> None:
     """Raise PackageError for values that contradict each other."""
-    interface, compilation = manifest.interface, manifest.compilation
+    interface = manifest.interface
+    compilation = manifest.compilation
     if compilation is not None and not compilation.execution_providers:
         raise PackageError(
             f"compilation.execution_providers in {MANIFEST_NAME} is empty; compile the package again"

@@ -339,8 +339,10 @@ def _narrow(bracket: _Bracket, searched: Tensor) -> _Interval:
     first, second = _sample_pivots(bracket)
 
     def step(number: Tensor, interval: _Interval) -> tuple[Tensor, _Interval]:
-        low, high = interval.low, interval.high
-        at_low, at_high = interval.at_low, interval.at_high
+        low = interval.low
+        high = interval.high
+        at_low = interval.at_low
+        at_high = interval.at_high
         pivot = high - (high - low) * (at_high / (at_high - at_low))
         pivot = where(number.equals(0), first, where(number.equals(1), second, pivot))
         # A row with few keys keeps its ends while other rows go on, so it rounds identically in any

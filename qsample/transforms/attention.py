@@ -65,7 +65,8 @@ class MaskRule:
             centers += [window, 2 * window]
         probed = {max(0, center + offset) for center in centers for offset in (-2, -1, 0, 1)}
         positions = torch.tensor(sorted(probed))
-        query, key = positions[:, None], positions[None]
+        query = positions[:, None]
+        key = positions[None]
         zero = torch.zeros(1, 1, dtype=torch.int64)
         expected = causal(window)(zero, zero, query, key)
         return bool((self.function(zero, zero, query, key).expand_as(expected) == expected).all())
@@ -315,7 +316,8 @@ def masked_attention(
         [B, S, heads, D'], contiguous.
     """
     batch, heads, length, size = query.shape
-    kv_heads, tokens = keys.shape[1], keys.shape[2]
+    kv_heads = keys.shape[1]
+    tokens = keys.shape[2]
     grouped_length = heads // kv_heads * length
     grouped = query.reshape(batch, kv_heads, grouped_length, size)
     products = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, length, tokens)

@@ -319,7 +319,8 @@ class Decoder(nn.Module):
         are `input_ids` [B, S] int64, `input_lengths` [B] int32, `lengths` [B] int32,
         `Interface.image_inputs` and the cache states; with recurrent states, `status` [B] int32 as
         well."""
-        ids, lengths = inputs["input_ids"], inputs["lengths"]
+        ids = inputs["input_ids"]
+        lengths = inputs["lengths"]
         batch, length = ids.shape
         past = [inputs[name] for name in self._cache_names]
         positions = (lengths[:, None] + torch.arange(length, dtype=torch.int32)[None]).to(

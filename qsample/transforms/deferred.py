@@ -269,7 +269,8 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result.numel() < SMALLEST:
             return compute().to(result.dtype)
         if func is torch.ops.aten._to_copy.default and 0 in arguments.placeholders:
-            source, meaning = arguments.values[0], arguments.placeholders[0]
+            source = arguments.values[0]
+            meaning = arguments.placeholders[0]
             if result.dtype == meaning.dtype and source.is_contiguous():
                 # The conversion gives the stored numbers back.
                 place = meaning.place if _is_whole(source) else None
@@ -280,7 +281,8 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     result.dtype,
                     place,
                 )
-        stored_dtype, place = result.dtype, None
+        stored_dtype = result.dtype
+        place = None
         if preserves:
             stored_dtype = next(iter(arguments.placeholders.values())).dtype
             place = _joined(func, args, result.ndim)
@@ -331,7 +333,8 @@ def _joined(func: Any, args: Any, rank: int) -> Joined | None:
         return None
     tensors = args[0]
     axis = (args[1] if len(args) > 1 else 0) % rank
-    places, shapes = [], []
+    places = []
+    shapes = []
     for tensor in tensors:
         meaning = deferred(tensor)
         if meaning is None or meaning.place is None or not _is_whole(tensor):

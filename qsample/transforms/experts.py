@@ -63,7 +63,8 @@ class SwiGLU:
     def __call__(self, joint: Tensor) -> Tensor:
         """joint: [N, 2 * size]. Returns [N, size]."""
         gate, up = _parts(joint, self.interleaved)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
 
@@ -156,7 +157,8 @@ class ExpertWeights:
 def run_experts(hidden_states: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Each token through its experts, in a trace: [T, k, H]. hidden_states: [T, H]. chosen: [T, k]
     experts."""
-    k, size = chosen.shape[-1], hidden_states.shape[-1]
+    k = chosen.shape[-1]
+    size = hidden_states.shape[-1]
     rows = hidden_states.unsqueeze(1).expand(-1, k, -1).reshape(-1, size)
     return run_rows(rows, chosen, experts).reshape(-1, k, size)
 
@@ -336,14 +338,16 @@ def _longcat_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
 
 
 def _llama4_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
-    gate, down = module.experts.gate_up_proj, module.experts.down_proj
+    gate = module.experts.gate_up_proj
+    down = module.experts.down_proj
     return ExpertWeights(
         activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True
     )
 
 
 def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
-    gate, down = module.input_linear.weight, module.output_linear.weight
+    gate = module.input_linear.weight
+    down = module.output_linear.weight
     return ExpertWeights(activation, down.shape[0], gate, down)
 
 

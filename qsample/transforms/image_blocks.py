@@ -38,7 +38,8 @@ def find_blockwise(model: PreTrainedModel) -> frozenset[int]:
     types = token_types(model, prompt == 1)
     if not types or not model._can_set_attn_implementation():
         return frozenset()  # if that is wrong, the parity gate says so
-    positions, found = torch.arange(len(_PROBE_PROMPT))[None], dict[int, str]()
+    positions = torch.arange(len(_PROBE_PROMPT))[None]
+    found = dict[int, str]()
 
     def mask(*, mask_function: MaskFunction, **unused: Any) -> Tensor:
         return MaskRule(mask_function).allowed(positions, len(_PROBE_PROMPT))
@@ -53,7 +54,8 @@ def find_blockwise(model: PreTrainedModel) -> frozenset[int]:
 
     AttentionInterface.register(_PROBE_ATTENTION, note)
     AttentionMaskInterface.register(_PROBE_ATTENTION, mask)
-    config, before = model.config.get_text_config(decoder=True), model.config._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    before = model.config._attn_implementation
     window = getattr(config, "sliding_window", None)
     try:
         model.set_attn_implementation(_PROBE_ATTENTION)

@@ -43,7 +43,8 @@ class ImageEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [B, S]. Returns [B, S, hidden]."""
         context = self.context
-        rows, features = context.image_rows, context.image_features
+        rows = context.image_rows
+        features = context.image_features
         if self._ids_beyond and context.active:
             ids = torch.where(ids < len(self.weight), ids, 0)
         embedded: Tensor = self.embedding(ids)

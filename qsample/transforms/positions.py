@@ -137,7 +137,8 @@ def _rotary_embedding(
     layer_type: str | None = None,
 ) -> Any:
     """The class's forward, in a decoder call with the frequencies of the capacity."""
-    own, layer = type(module).forward, {} if layer_type is None else {"layer_type": layer_type}
+    own = type(module).forward
+    layer = {} if layer_type is None else {"layer_type": layer_type}
     kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
     if context.positions is None or not _is_chosen_by_length(kind):
         return own(module, x, position_ids, **layer)
@@ -237,9 +238,11 @@ class Rotation:
 
     def rotate(self, states: Tensor, heads_axis: int) -> Tensor:
         """Rotate pairs of neighbours. states: [B, .., D] with the heads on `heads_axis`."""
-        cos, sin = self.cos.unsqueeze(heads_axis), self.sin.unsqueeze(heads_axis)
+        cos = self.cos.unsqueeze(heads_axis)
+        sin = self.sin.unsqueeze(heads_axis)
         pairs = states.float().reshape(*states.shape[:-1], -1, 2)
-        first, second = pairs[..., 0], pairs[..., 1]
+        first = pairs[..., 0]
+        second = pairs[..., 1]
         rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
         return rotated.flatten(3).type_as(states)
 

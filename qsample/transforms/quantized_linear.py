@@ -154,7 +154,8 @@ class _RowsOfBlocks(TorchFunctionMode):
     def _rows(self, ids: Tensor) -> Tensor:
         weight: QuantizedWeight = getattr(self._layer, _ATTRIBUTE)
         inputs = weight.sizes[1]
-        scales, offsets = getattr(self._layer, _SCALES), getattr(self._layer, _OFFSETS)
+        scales = getattr(self._layer, _SCALES)
+        offsets = getattr(self._layer, _OFFSETS)
         rows: Tensor = torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
             [getattr(self._layer, _BLOCKS), ids, scales],

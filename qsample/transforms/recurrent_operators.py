@@ -112,10 +112,14 @@ class GatedDeltaRule:
     def run(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """[B, S, H, V], and the state [B, H, K, V]."""
         batch, _, _, size = self.key.shape
-        query, key, value = self.query.float(), self.key.float(), self.value.float()
-        g, beta = self.g.float(), self.beta.float()
+        query = self.query.float()
+        key = self.key.float()
+        value = self.value.float()
+        g = self.g.float()
+        beta = self.beta.float()
         if self.use_qk_l2norm_in_kernel:
-            query, key = _l2_norm(query), _l2_norm(key)
+            query = _l2_norm(query)
+            key = _l2_norm(key)
         state = chunk.next_state(batch, value.shape[2], size, value.shape[3])
         output, after = linear_attention(
             query,
@@ -362,7 +366,8 @@ def _linear_attention(
     rows = decay.exp()[..., None] if decay.ndim == 4 else decay.exp()[..., None, None]
     results = []
     for token in range(value.shape[1]):
-        k, v = key[:, token, :, :, None], value[:, token, :, None]
+        k = key[:, token, :, :, None]
+        v = value[:, token, :, None]
         state = state * rows[:, token]
         if beta is not None:
             v = (v - (state * k).sum(-2, keepdim=True)) * beta[:, token, :, None, None]

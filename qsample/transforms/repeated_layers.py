@@ -416,7 +416,8 @@ def _is_like(values: list[Any], layout: TreeSpec, call: _Call) -> bool:
     """Whether these are the arguments of `call`, except for the numbers of the hidden states."""
     if layout != call.layout:
         return False
-    hidden, first = values[call.hidden], call.values[call.hidden]
+    hidden = values[call.hidden]
+    first = call.values[call.hidden]
     if not isinstance(hidden, Tensor):
         return False
     if hidden.dtype != first.dtype or hidden.shape != first.shape:

@@ -78,7 +78,9 @@ class VisionModule(nn.Module):
 
     def __init__(self, model: PreTrainedModel, tower: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.tower, self._dtype = model.base_model, tower, model.dtype
+        self.model = model.base_model
+        self.tower = tower
+        self._dtype = model.dtype
         self._behind = [name for name, part in self.model.named_children() if part is not tower]
 
     @property
@@ -140,13 +142,16 @@ class _MergedPatches(VisionModule):
     """Qwen2-VL and its successors, GLM-4V: the patches of a row of features follow one another."""
 
     def image(self, rows: int, columns: int) -> RandomImage:
-        config, merge = self.tower.config, self.tower.spatial_merge_size
+        config = self.tower.config
+        merge = self.tower.spatial_merge_size
         grid = torch.tensor([rows * merge, columns * merge])
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return RandomImage(_random(int(grid.prod()), values), grid, image_grid_thw=_with_time(grid))
 
     def rows(self, pixel_values: Tensor, grid: Tensor) -> Tensor:
-        tower, merge, count = self.tower, self.tower.spatial_merge_size, pixel_values.shape[0]
+        tower = self.tower
+        merge = self.tower.spatial_merge_size
+        count = pixel_values.shape[0]
         row, column = places_of_patches(grid, count, merge)
         options: dict[str, Any] = {
             "position_ids": torch.stack([row, column], -1),
@@ -201,7 +206,8 @@ class _Tiles(VisionModule):
     by_tiles = True
 
     def image(self, rows: int, columns: int) -> RandomImage:
-        config, size = self.model.config, self.tower.config.image_size
+        config = self.model.config
+        size = self.tower.config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         points = getattr(config, "image_grid_pinpoints", None)
         if points is None:
@@ -227,11 +233,9 @@ class _MaskedTiles(_Tiles):
         super().__init__(model, tower)
         # bucketize, of which a tile's positions come, does not export; they are the same for all
         # whole tiles.
-        embeddings, tile, found = (
-            tower.embeddings,
-            self.image(1, 1).inputs[PIXEL_VALUES],
-            list[Tensor](),
-        )
+        embeddings = tower.embeddings
+        tile = self.image(1, 1).inputs[PIXEL_VALUES]
+        found = list[Tensor]()
         hook = embeddings.position_embedding.register_forward_pre_hook(
             lambda module, args: found.append(args[0])
         )
@@ -307,7 +311,8 @@ def attention(
     cu_seq_lens_q: windows, or all of a row."""
     heads = query.shape[1]
     if (groups := heads // key.shape[1]) > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     states = [part.transpose(1, 2).flatten(2) for part in (query, key, value)]
     if not isinstance(cu_seq_lens_q, Windows):
         output = _multi_head(states, heads, scaling, attention_mask)
@@ -405,7 +410,8 @@ def _places(grid: Tensor, count: Any) -> Tensor:
 def places_of_patches(grid: Tensor, count: Any, merge: int) -> tuple[Tensor, Tensor]:
     """Row and column, [count] each, of patches in squares of `merge`, which follow one another in
     rows."""
-    index, across = torch.arange(count), grid[1] // merge
+    index = torch.arange(count)
+    across = grid[1] // merge
     square = index // merge**2
     return (
         square // across * merge + index // merge % merge,
@@ -417,10 +423,8 @@ def resampled(tower: Any, row: Tensor, column: Tensor, grid: Tensor) -> dict[str
     """Which of the learned positions each patch takes, and how much of each. row, column: [A]."""
     from transformers.vision_utils import _interpolation_axis_taps_weights as taps_and_weights
 
-    side, kind = (
-        tower.num_grid_per_side,
-        (tower.interpolation_mode, tower.interpolation_align_corners),
-    )
+    side = tower.num_grid_per_side
+    kind = (tower.interpolation_mode, tower.interpolation_align_corners)
     down, of_row = taps_and_weights(row, grid[0], side, *kind)
     across, of_column = taps_and_weights(column, grid[1], side, *kind)
     return {
@@ -454,8 +458,10 @@ def windows_of(row: Tensor, column: Tensor, grid: Tensor, side: int, merge: int)
     """
     across = (grid[1] + side - 1) // side
     count: Any = ((grid[0] + side - 1) // side * across).item()
-    place, window = torch.arange(side**2), torch.arange(count)[:, None]
-    down, right = window // across * side + place // side, window % across * side + place % side
+    place = torch.arange(side**2)
+    window = torch.arange(count)[:, None]
+    down = window // across * side + place // side
+    right = window % across * side + place % side
     held = (down < grid[0]) & (right < grid[1])
     block = down // merge * (grid[1] // merge) + right // merge
     patches = torch.where(held, (block * merge + down % merge) * merge + right % merge, 0)

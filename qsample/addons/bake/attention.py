@@ -109,7 +109,8 @@ def rotates(foreign: ForeignGraph) -> bool:
 def unfuse_norms(foreign: ForeignGraph) -> bool:
     """Take the norms of queries and keys out of GroupQueryAttention, in place; returns whether
     there were any. The CPU's kernel has none; a compile for CUDA puts them back."""
-    nodes, modified = Nodes(foreign.graph), False
+    nodes = Nodes(foreign.graph)
+    modified = False
     for layer in foreign.layers:
         node = layer.attention
         assert node is not None
@@ -201,11 +202,13 @@ def _repeats_the_mask(bias: Array, past: int, window: int) -> bool:
 def unfuse_attentions(foreign: ForeignGraph) -> None:
     """Write each MultiHeadAttention over a cache that grows by Concat as two products and a
     Softmax, in place."""
-    nodes, dtype = Nodes(foreign.graph), foreign.dtype
+    nodes = Nodes(foreign.graph)
+    dtype = foreign.dtype
     found = [node for node in foreign.graph if is_plain_attention(node)]
     for node in found:
         query, keys, values = node.inputs[:3]
-        heads, size = node.attributes.get_int("num_heads", 0), foreign.layers[0].head_dim
+        heads = node.attributes.get_int("num_heads", 0)
+        size = foreign.layers[0].head_dim
         split = nodes.integers(0, 0, heads, size)
         by_head = [
             nodes("Transpose", [nodes("Reshape", [value, split], dtype)], dtype, perm=perm)
@@ -244,7 +247,8 @@ def drop_unseen_rows(foreign: ForeignGraph, longest: int) -> None:
         for past, tokens in probes(longest)
     ]
     for node in found:
-        condition, kept = node.inputs[0], node.inputs[2]
+        condition = node.inputs[0]
+        kept = node.inputs[2]
         assert condition is not None
         assert kept is not None
         if not any(run[str(condition.name)].any() for run in runs):
@@ -260,7 +264,8 @@ def _is_zero(value: ir.Value | None) -> bool:
 def _follows_from_sizes(value: ir.Value | None) -> bool:
     """Whether `value` is computed from the mask and from shapes alone, not from the contents of ids
     or caches."""
-    waiting, seen = [value], set[ir.Value]()
+    waiting = [value]
+    seen = set[ir.Value]()
     while waiting:
         current = waiting.pop()
         if current is None or current in seen:
@@ -348,9 +353,11 @@ def put_operators(
 ) -> ForeignGraph:
     """`foreign` with a GroupQueryAttention in each layer, in place; its layers' outputs are new
     values."""
-    graph, layers = foreign.graph, []
+    graph = foreign.graph
+    layers = []
     for match, rule in zip(matches, rules, strict=True):
-        layer, size = match.layer, match.layer.head_dim
+        layer = match.layer
+        size = match.layer.head_dim
 
         def flat(value: ir.Value, heads: int, is_flat: bool, size: int = size) -> ir.Value:
             return value if is_flat else nodes.merged_heads(value, foreign.dtype, heads, size)
@@ -394,7 +401,8 @@ def put_operators(
         match.output.replace_all_uses_with(output)
         for old, present in zip(layer.presents, outputs[1:], strict=True):
             graph.outputs[graph.outputs.index(old)] = present
-            present.name, old.name = old.name, f"{old.name}.grown"
+            present.name = old.name
+            old.name = f"{old.name}.grown"
         layers.append(
             replace(layer, present_key=outputs[1], present_value=outputs[2], attention=node)
         )
@@ -414,7 +422,8 @@ def match(foreign: ForeignGraph, layer: Layer) -> Match:
             foreign.path,
             f"the attention of {name} is not Softmax(query keys) values, one product each",
         )
-    product, output = with_keys[0], with_values[0]
+    product = with_keys[0]
+    output = with_values[0]
     if is_onnx_attention(product) and product is output:
         return _of_operator(foreign, layer, product)
     weights = output.inputs[0]
@@ -454,7 +463,8 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
     for value in node.outputs[first:_SCORES]:
         value.name = ""
     scores = node.outputs[_SCORES]
-    scores.name, scores.type = f"{PREFIX}scores_{layer.number}", query.type
+    scores.name = f"{PREFIX}scores_{layer.number}"
+    scores.type = query.type
     node.attributes[_SCORES_MODE] = ir.AttrInt64(_SCORES_MODE, _WITH_CAP_AND_MASK)
     cap = node.attributes.get_float("softcap", 0.0) or None
     return Match(
@@ -484,7 +494,8 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
     """Products with `value` on the right, its heads repeated or axes turned; or ONNX's Attention
     with it in `slot`."""
     found: dict[ir.Node, None] = {}
-    waiting, seen = [value], {value}
+    waiting = [value]
+    seen = {value}
     while waiting:
         for node, place in waiting.pop().uses():
             if place == (slot if is_onnx_attention(node) else 1) and node.op_type in (
@@ -505,7 +516,8 @@ def _products_with(value: ir.Value, slot: int) -> list[ir.Node]:
 def _above(value: ir.Value | None, through: tuple[str, ...]) -> Iterator[ir.Node]:
     """The nodes that `value` comes from, nearest first, up to and including the first nodes outside
     of `through`."""
-    waiting, seen = [value], set()
+    waiting = [value]
+    seen = set()
     while waiting:
         current = waiting.pop(0)
         node = producer(current)
@@ -544,7 +556,8 @@ def measure(foreign: ForeignGraph, matches: list[Match], longest: int) -> list[R
     extra += [value for value in numbers if constant(value) is None]
     original = Original(foreign, extra)
     generator = np.random.default_rng(0)
-    calls, runs = probes(longest), []
+    calls = probes(longest)
+    runs = []
     for past, tokens in calls:
         ids = generator.integers(0, foreign.vocab_size, tokens).tolist()
         runs.append(original.run(ids, original.filled(past, generator), past))
@@ -557,7 +570,8 @@ def _rule(
     calls: Sequence[tuple[int, int]],
     runs: Sequence[Mapping[str, Array]],
 ) -> Rule:
-    layer, name = match.layer, f"layer {match.layer.number}"
+    layer = match.layer
+    name = f"layer {match.layer.number}"
     query = _by_head(runs[0][str(match.query.name)], match.heads)
     is_known = query.ndim == 3 and all(run[str(match.scores.name)].ndim == 4 for run in runs)
     if not is_known or len(query) % layer.heads or query.shape[-1] != layer.head_dim:
@@ -615,7 +629,8 @@ def _causal(call: tuple[int, int], size: int, window: int) -> Array:
     """[S, size], for a cache of `size`: the keys that new tokens see. call: the numbers of cached
     and of new tokens."""
     past, tokens = call
-    query, key = np.arange(past, past + tokens)[:, None], np.arange(size)
+    query = np.arange(past, past + tokens)[:, None]
+    key = np.arange(size)
     return (key <= query) & (key > query - window)
 
 
@@ -627,7 +642,8 @@ def _scale(
     cap: float,
 ) -> float:
     """The s of scores = s query keys, or cap tanh(s query keys / cap); fitted over all runs."""
-    products, scores = [], []
+    products = []
+    scores = []
     for results, visible in zip(runs, seen, strict=True):
         query = _by_head(results[str(match.query.name)], match.heads).astype(np.float64)
         keys = results[str(match.layer.present_key.name)].astype(np.float64)
@@ -635,7 +651,8 @@ def _scale(
         repeated = np.repeat(keys, len(query) // len(keys), axis=0)
         products.append((query @ repeated.transpose(0, 2, 1))[:, visible].ravel())
         scores.append(results[str(match.scores.name)][0].astype(np.float64)[:, visible].ravel())
-    x, y = np.concatenate(products), np.concatenate(scores)
+    x = np.concatenate(products)
+    y = np.concatenate(scores)
     linear = cap * np.arctanh(np.clip(y / cap, -0.999, 0.999)) if cap else y
     fitted = np.abs(y) < 0.9 * cap if cap else np.ones(len(y), bool)
     scale = float(x[fitted] @ linear[fitted] / max(float(x[fitted] @ x[fitted]), 1e-30))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -52,11 +52,9 @@ from qsample.exporters import parity
 from qsample.exporters.portable import Draft, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
+from qsample.models.sources import GraphSource
 from qsample.package import package
 from qsample.progress import Progress, Stage, Stages, metered
-
-if TYPE_CHECKING:
-    from qsample.addons.bake.source import DecoderSource
 
 # A further comparison: the folder of the unpublished package, its interface and the tolerance (None
 # if weights are quantized) → the figures for the manifest.
@@ -82,17 +80,31 @@ _ROTARY_COS_SLOT: Final = 2
 _TOLERANCES: Final = {"float32": 1e-4, "8-bit activations": 2e-2, "float16": 3e-2}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BakeOptions:
+    """How a decoder becomes a package; see `qsample.bake`.
+
+    Attributes:
+        features: the features of the graph.
+        rope: which of a file's two rotary tables is used, "short" or "long"; None for the short one.
+        overwrite: whether a package in the same place is replaced.
+        compare: a further comparison, beside the one with the file itself; None for none.
+    """
+
+    features: Features
+    rope: str | None = None
+    overwrite: bool = False
+    compare: Comparison | None = None
+
+
 def bake(
-    source: DecoderSource,
+    source: GraphSource,
     out: str | Path,
-    features: Features,
+    options: BakeOptions,
     *,
-    overwrite: bool = False,
-    compare: Comparison | None = None,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into a decoder, and return the portable package at `out`; see
-    `qsample.bake`. The graph is compared with the file itself, and by `compare`."""
+    """Bake the sampler into a decoder, and return the portable package at `out`."""
     with metered(progress) as report:
         stages = Stages(report, _STAGE_SHARES)
         stages.begin(Stage.FINDING)
@@ -100,7 +112,7 @@ def bake(
         package.check_not_source(out, location.file.parent)
 
         def bake_at(location: Location) -> package.Package:
-            return _bake(source, location, out, features, overwrite, compare, stages)
+            return _bake(source, location, out, options, stages)
 
         if not location.is_linked:
             return bake_at(location)
@@ -114,12 +126,10 @@ def bake(
 
 
 def _bake(
-    source: DecoderSource,
+    source: GraphSource,
     location: Location,
     out: str | Path,
-    features: Features,
-    overwrite: bool,
-    compare: Comparison | None,
+    options: BakeOptions,
     stages: Stages,
 ) -> package.Package:
     settings = read_settings(location)
@@ -132,13 +142,13 @@ def _bake(
         del model
     origin = _source(source, location, settings, foreign)
     size = sum(file.stat().st_size for file in (location.file, *location.data))
-    with package.write_package(out, overwrite=overwrite, required_bytes=size) as writer:
+    with package.write_package(out, overwrite=options.overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
         write_files(
             location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory
         )
         with graph_errors(location.file):
-            baked = rewrite(foreign, features, settings, source.rope, stages)
+            baked = rewrite(foreign, options.features, settings, options.rope, stages)
         del foreign
         tolerance = _TOLERANCES[arithmetic_of(baked.model)]
         draft = Draft(
@@ -152,7 +162,7 @@ def _bake(
             tolerance=tolerance,
         )
         manifest = write_draft(draft, writer.directory, stages)
-        if compare is None:
+        if options.compare is None:
             warnings.warn(
                 f"{location.name}: the baked graph was compared with this file alone, which does not show that the "
                 "file computes its model; reference (--reference) names a checkpoint to compare with transformers, too",
@@ -161,7 +171,7 @@ def _bake(
         else:
             stages.begin(Stage.COMPARING_WITH_CHECKPOINT)
             limit = None if manifest.packed_weights else tolerance
-            others = compare(writer.directory, baked.interface, limit)
+            others = options.compare(writer.directory, baked.interface, limit)
             manifest = replace(manifest, parity={**(manifest.parity or {}), **others})
         stages.begin(Stage.PUBLISHING)
         writer.finish(manifest)
@@ -297,7 +307,8 @@ def _warn_of_windows(
 ) -> None:
     """Warn if the graph's windows differ from its configuration: then the file itself is not that
     model."""
-    stated, found = settings.window, sorted({window for window in windows if window > 0})
+    stated = settings.window
+    found = sorted({window for window in windows if window > 0})
     if stated is not None and stated < (limit or _DEFAULT_CONTEXT) and stated not in found:
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
         warnings.warn(
@@ -308,7 +319,7 @@ def _warn_of_windows(
 
 
 def _source(
-    source: DecoderSource, location: Location, settings: Settings, foreign: ForeignGraph
+    source: GraphSource, location: Location, settings: Settings, foreign: ForeignGraph
 ) -> package.Source:
     model_id, revision = origin_of(source.model_id, source.hub, source.file or CONFIG)
     model = foreign.model

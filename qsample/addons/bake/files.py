@@ -336,7 +336,8 @@ class Settings:
         eos_ids = tuple(
             token for token in (eos if isinstance(eos, list) else [eos]) if known(token)
         )
-        bos, pad = find("bos_token_id"), find("pad_token_id")
+        bos = find("bos_token_id")
+        pad = find("pad_token_id")
         if not known(pad):
             pad = eos_ids[0] if eos_ids else 0
         return TokenIds(pad=int(pad), bos=bos if known(bos) else None, eos=eos_ids)
@@ -344,7 +345,8 @@ class Settings:
 
 def read_settings(location: Location) -> Settings:
     """Read the configurations next to the decoder. Raises QsampleError if a file cannot be read."""
-    config, genai = location.read(_CONFIG), location.read(GENAI_CONFIG)
+    config = location.read(_CONFIG)
+    genai = location.read(GENAI_CONFIG)
     return Settings(
         config | _object(_CONFIG, config, "text_config"),
         location.read(GENERATION_CONFIG_FILE),

@@ -146,7 +146,9 @@ def reference(
     generator = np.random.default_rng(0)
     sizes = sorted({window for window in windows if window > 0})
     lengths, passed = reference_lengths(limit, sizes)
-    prompts, continuations, logits = [], [], []
+    prompts = []
+    continuations = []
+    logits = []
     for length in lengths:
         row = generator.integers(0, vocab_size, length + CONTINUATION_TOKENS).tolist()
         after, past = original.step(row[:length], original.start(), 0)

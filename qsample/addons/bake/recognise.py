@@ -372,7 +372,8 @@ def _operator_layers(
     path: Path, graph: ir.Graph, attentions: list[ir.Node], head_dim: int | None
 ) -> list[Layer]:
     """The layers of a graph that attends through GroupQueryAttention."""
-    inputs, outputs = set(graph.inputs), set(graph.outputs)
+    inputs = set(graph.inputs)
+    outputs = set(graph.outputs)
     layers = []
     for index, node in enumerate(attentions):
         key = gqa.get_input(node, Slot.PAST_KEY)
@@ -408,9 +409,11 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
         return size
     heads = node.attributes.get_int("num_heads", 0)
     kv_heads = node.attributes.get_int("kv_num_heads", 0)
-    source, parts = node.inputs[Slot.KEY], kv_heads
+    source = node.inputs[Slot.KEY]
+    parts = kv_heads
     if source is None:  # queries, keys and values are packed into one tensor
-        source, parts = node.inputs[Slot.QUERY], heads + 2 * kv_heads
+        source = node.inputs[Slot.QUERY]
+        parts = heads + 2 * kv_heads
     if source is None or not parts:
         return None
     if source.shape is not None and len(source.shape) == 3:

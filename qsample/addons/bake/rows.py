@@ -171,7 +171,8 @@ def add_rows(foreign: ForeignGraph, nodes: Nodes) -> Rows:
         ir.Value(name=spec.name, shape=ir.Shape(["B"]), type=ir.TensorType(_INT32))
         for spec in (LENGTHS, INPUT_LENGTHS, STATUS)
     )
-    zero, one = nodes.integers(0), nodes.integers(1)
+    zero = nodes.integers(0)
+    one = nodes.integers(1)
     batch = nodes("Shape", [ids], _INT64, [1], start=0, end=1)
     sequence = nodes("Shape", [ids], _INT64, [1], start=1, end=2)
     capacity = nodes(
@@ -228,7 +229,8 @@ def counted_positions(foreign: ForeignGraph, longest: int) -> list[ir.Value]:
     if not candidates:
         return []
     original = Original(foreign, candidates)
-    generator, found = np.random.default_rng(0), set(candidates)
+    generator = np.random.default_rng(0)
+    found = set(candidates)
     for past, tokens in probes(longest):
         results = original.run([1] * tokens, original.filled(past, generator), past)
         wanted = np.arange(past, past + tokens)[None]
@@ -308,7 +310,8 @@ def select_last(foreign: ForeignGraph, rows: Rows, nodes: Nodes) -> ir.Value:
     """`logits` [B, V] float32 of the rows' last real tokens, and the graph's first output from now
     on. Tokens that the file itself leaves out before its head (Slice, Gather) are chosen here
     instead."""
-    graph, old = foreign.graph, foreign.logits
+    graph = foreign.graph
+    old = foreign.logits
     dims = ["B", foreign.vocab_size]
     head, following = _head(old)
     if head is None:
@@ -360,7 +363,8 @@ def _head(logits: ir.Value) -> tuple[ir.Node | None, list[ir.Node]]:
 def _hidden(value: ir.Value | None) -> ir.Value:
     """[B, S, size] of which `value` is a slice or a flattened form; else `value` itself."""
     assert value is not None
-    top, found = value, value
+    top = value
+    found = value
     while (
         (node := top.producer()) is not None
         and node.op_type in _SHAPES
@@ -383,11 +387,13 @@ def _is_along_tokens(node: ir.Node) -> bool:
 
 
 def _bypass(foreign: ForeignGraph, node: ir.Node) -> None:
-    source, output = node.inputs[0], node.outputs[0]
+    source = node.inputs[0]
+    output = node.outputs[0]
     assert source is not None
     if output.is_graph_output():
         graph = foreign.graph
-        source.name, output.name = output.name, f"{output.name}.shaped"
+        source.name = output.name
+        output.name = f"{output.name}.shaped"
         graph.outputs[graph.outputs.index(output)] = source
     output.replace_all_uses_with(source)
 
@@ -528,5 +534,6 @@ def _end_at_last(
     present = nodes("GatherElements", [joined, columns], each.dtype, ["B", *each.shape], axis=-1)
     outputs = foreign.graph.outputs
     outputs[outputs.index(each.present)] = present
-    present.name, each.present.name = each.present.name, f"{each.present.name}.padded"
+    present.name = each.present.name
+    each.present.name = f"{each.present.name}.padded"
     return present

@@ -53,15 +53,14 @@ class DecoderSource(GraphSource):
         self, path: Path, features: Features, *, overwrite: bool, progress: Progress | None
     ) -> Package:
         with bake_installed():
-            from qsample.addons.bake.bake import bake
-        return bake(
-            self,
-            path,
-            features,
+            from qsample.addons.bake.bake import BakeOptions, bake
+        options = BakeOptions(
+            features=features,
+            rope=self.rope,
             overwrite=overwrite,
             compare=None if self.reference is None else self._compare,
-            progress=progress,
         )
+        return bake(self, path, options, progress=progress)
 
     def _compare(
         self, folder: Path, interface: Interface, tolerance: float | None

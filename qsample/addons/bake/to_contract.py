@@ -91,12 +91,14 @@ def use_contract_names(
 ) -> ir.Model:
     """The model up to its logits, as `Interface.model` has it; in place. Raises
     UnsupportedModelError for an input of the file that is still used and not in the contract."""
-    model, graph = foreign.model, foreign.graph
+    model = foreign.model
+    graph = foreign.graph
     ids = foreign.input(IDS)
     assert ids is not None
     ids.shape = ir.Shape(["B", "S"])
     _free_names(graph, {*interface.decoder.input_names, *interface.decoder.output_names}, {logits})
-    inputs, outputs = [ids, rows.input_lengths, rows.lengths], [logits]
+    inputs = [ids, rows.input_lengths, rows.lengths]
+    outputs = [logits]
     inputs += [] if rows.status is None else [rows.status]
     pairs = [
         pair for layer in foreign.layers for pair in zip(layer.pasts, layer.presents, strict=True)
@@ -126,7 +128,8 @@ def use_contract_names(
     set_opset(foreign)
     model.ir_version = max(model.ir_version or _IR_VERSION, _IR_VERSION)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    model.producer_name, model.producer_version = "qsample", None
+    model.producer_name = "qsample"
+    model.producer_version = None
     return model
 
 
@@ -288,7 +291,8 @@ def _shape(found: Sequence[_Found], sizes: Sequence[tuple[int, int, int]]) -> ir
 
 def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Found]]) -> None:
     """Let a Reshape keep the axes that it does keep (0), so that its target is a constant."""
-    data, target = node.inputs[0], node.inputs[1]
+    data = node.inputs[0]
+    target = node.inputs[1]
     assert data is not None
     assert target is not None
     takes_zero = node.attributes.get_int("allowzero", 0) == 1
@@ -324,7 +328,8 @@ def _fix_target(graph: ir.Graph, node: ir.Node, runs: Sequence[Mapping[str, _Fou
 def rotary_tables(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """Positions, cosines and sines [positions, size] of ONNX's RotaryEmbedding; None if it computes
     its angles."""
-    cos, sin = node.inputs[_COS], node.inputs[_SIN]
+    cos = node.inputs[_COS]
+    sin = node.inputs[_SIN]
     positions = node.inputs[_POSITIONS] if len(node.inputs) > _POSITIONS else None
     if cos is None or sin is None:
         return None
@@ -383,7 +388,8 @@ def set_opset(foreign: ForeignGraph) -> None:
     """To OPSET, or the next that has all operators as they are, in place; UnsupportedModelError if
     there is none. Between opset 14 and OPSET, reductions and equal splits alone came to be written
     differently."""
-    model, graph = foreign.model, foreign.graph
+    model = foreign.model
+    graph = foreign.graph
     have = graph.opset_imports[""]
     for node in graph.all_nodes():
         node.version = None

@@ -319,12 +319,14 @@ class Scheduler:
         self, stored: abc.Sequence[PrefixFile], sequence: Sequence
     ) -> tuple[PrefixFile | None, int]:
         """The stored prefix that has most of a prompt, and the number of prompt tokens it has."""
-        best, most_tokens = None, 0
+        best = None
+        most_tokens = 0
         for prefix in stored:
             if prefix.adapter == sequence.request.adapter_sha256:
                 tokens = self._loadable(prefix.tokens, sequence.identities)
                 if best is None or tokens > most_tokens:
-                    best, most_tokens = prefix, tokens
+                    best = prefix
+                    most_tokens = tokens
         return best, most_tokens
 
     def _make_room(self, slot: Slot, source: Slot, prompt: Array, tokens: int) -> KeptTokens | None:
@@ -570,11 +572,13 @@ class Scheduler:
         """The other slot that holds most of a prompt's beginning, and the number of its tokens."""
         prompt = sequence.placement.marked_prompt
         running = [self._slots[slot_of(other)] for other in self._in_slots if other is not sequence]
-        best, most_tokens = 0, 0
+        best = 0
+        most_tokens = 0
         for slot in self._free_slots() + running:
             tokens = self._reusable(slot, prompt)
             if tokens > most_tokens:
-                best, most_tokens = slot.number, tokens
+                best = slot.number
+                most_tokens = tokens
         return best, most_tokens
 
     def _reusable(self, slot: Slot, prompt: Array) -> int:
