@@ -1,7 +1,7 @@
 """Plants one bug at a time in a module, runs the tests beside it, and lists the bugs that they miss.
 
     python scripts/plants.py qsample/checks.py               20 random bugs in a module
-    python scripts/plants.py qsample/disk --number 100       in the modules of a folder
+    python scripts/plants.py qsample/package/disk --number 100       in the modules of a folder
     python scripts/plants.py --changed                       in modules that differ from HEAD, or --changed=REVISION
 
 A bug changes one operator, constant, condition, argument, index or statement. It is planted in a copy of the tree in a

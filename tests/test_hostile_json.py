@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from qsample.addons.bake.files import locate, read_settings
 from qsample.checkpoints.mapped_weights import weight_files
 from qsample.contract.tensors import BATCH, CAPACITY
-from qsample.disk.tensor_file import write_tensors
 from qsample.errors import QsampleError
-from qsample.huggingface.lora import read_changes
 from qsample.models import cache
 from qsample.models.cache import Recipe, open_cached
 from qsample.ort.model_package import package_in
+from qsample.package.disk.tensor_file import write_tensors
 from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME
 from qsample.package.package import read_package
+from qsample.request.huggingface.lora import read_changes
 from qsample.request.sampling_params import SamplingParams, settings_of
+from qsample.request.text.chat import ChatOptions, ChatTemplates
 from qsample.runtime import load
 from qsample.runtime.decode.prefix_file import PrefixFile, write_prefix
-from qsample.text.chat import ChatOptions, ChatTemplates
 from tests.helpers.fake_package import fake_package
 
 Reader = Callable[[], object]

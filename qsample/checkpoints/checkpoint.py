@@ -59,9 +59,9 @@ from qsample.checkpoints.source import (
     license_of,
     origin_of,
 )
-from qsample.disk.source_files import SourceFiles
-from qsample.disk.space import check_free, full_disk_named
 from qsample.errors import QsampleError, UnsupportedModelError, listed
+from qsample.package.disk.source_files import SourceFiles
+from qsample.package.disk.space import check_free, full_disk_named
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers

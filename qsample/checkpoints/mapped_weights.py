@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qsample.disk.tensor_file import read_header
-from qsample.disk.untrusted import open_plain, problem_of_name, read_json
 from qsample.errors import QsampleError
-from qsample.huggingface.facade import dtype_name
+from qsample.package.disk.tensor_file import read_header
+from qsample.package.disk.untrusted import open_plain, problem_of_name, read_json
+from qsample.request.huggingface.facade import dtype_name
 from qsample.transforms.deferred import SMALLEST, defer
 
 INDEX: Final = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from transformers.utils.hub import cached_file
 
 from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
-from qsample.huggingface.lora import CONFIG, WEIGHTS, Change, floats, read_changes
+from qsample.request.huggingface.lora import CONFIG, WEIGHTS, Change, floats, read_changes
 from qsample.transforms.deferred import SMALLEST, defer, deferred, numbers
 
 

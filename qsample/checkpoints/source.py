@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from qsample.checkpoints.methods import stated_quantization
-from qsample.disk.untrusted import leads_out, read_json, read_text
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.package.disk.untrusted import leads_out, read_json, read_text
 
 CONFIG: Final = "config.json"
 ADAPTER: Final = "adapter_config.json"

@@ -18,7 +18,7 @@ import torch
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.graph.operators import pack_bits
-from qsample.huggingface.facade import dtype_name
+from qsample.request.huggingface.facade import dtype_name
 from qsample.transforms.quantized_linear import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]

@@ -28,10 +28,10 @@ from qsample.cli.opening import LoadOptions
 from qsample.cli.option_groups import with_option_groups
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import counted, note, progress
-from qsample.disk.replace import file_aside
-from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError
 from qsample.images.messages import with_images
+from qsample.package.disk.replace import file_aside
+from qsample.package.disk.untrusted import parse_json, read_json
 from qsample.progress import Stage
 from qsample.request.sampling_params import NUM_SEEDS, SAMPLING_FIELDS, SamplingParams
 
@@ -326,7 +326,7 @@ class Conversation:
 
     def _count(self) -> int | None:
         """The number of tokens that the model sees; None if its template refuses the messages."""
-        from qsample.text.chat import ChatOptions
+        from qsample.request.text.chat import ChatOptions
 
         assert self.model.tokenizer is not None
         try:
@@ -355,7 +355,7 @@ class Conversation:
         Raises:
             TurnError: the name is unknown, or the value is wrong.
         """
-        from qsample.text.generated_text import check_stop_strings
+        from qsample.request.text.generated_text import check_stop_strings
 
         value: Any = text
         with suppress(ValueError):
@@ -611,7 +611,7 @@ class Screen:
 
     def load(self, text: str) -> None:
         """`/load FILE`: continue a conversation that was saved."""
-        from qsample.text.chat import check_messages
+        from qsample.request.text.chat import check_messages
 
         path = _path_of(text)
         try:

@@ -17,8 +17,8 @@ from qsample.cli.option_groups import FieldFlags
 from qsample.compiler.quantize import PRESETS
 from qsample.contract.interface import Features
 from qsample.contract.tensors import EXTRA_PARAMETERS
-from qsample.disk.untrusted import parse_json
 from qsample.errors import unknown
+from qsample.package.disk.untrusted import parse_json
 from qsample.request.sampling_params import FILTER_FIELDS, HELP, OFF_VALUES, SamplingParams
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a package.")]
@@ -137,7 +137,7 @@ class SamplingOptions:
             typer.BadParameter: a value is outside its range, or two options contradict each other.
             ValueError: a stop string is invalid.
         """
-        from qsample.text.generated_text import check_stop_strings
+        from qsample.request.text.generated_text import check_stop_strings
 
         arguments = {name: value for name, value in self.params.items() if value not in (None, [])}
         if self.greedy:
@@ -328,7 +328,7 @@ def read_loras(entries: list[str] | None) -> dict[str, str]:
         typer.BadParameter: an entry is not NAME=DIR, repeats a name, or has no adapter in its
             folder.
     """
-    from qsample.huggingface.lora import CONFIG
+    from qsample.request.huggingface.lora import CONFIG
 
     loras: dict[str, str] = {}
     for entry in entries or ():
@@ -381,7 +381,7 @@ def check_jinja() -> None:
 
     Commands call it before they load a model.
     """
-    from qsample.text.chat import compile_template
+    from qsample.request.text.chat import compile_template
 
     compile_template("{{ messages }}")
 

@@ -255,8 +255,8 @@ def _check_takes_masks(package: Package) -> None:
 
 def _has_chat_template(package: Package) -> bool:
     """Whether a package can turn messages into tokens."""
-    from qsample.text.chat import ChatTemplates
-    from qsample.text.tokenizer import TOKENIZER_FILE
+    from qsample.request.text.chat import ChatTemplates
+    from qsample.request.text.tokenizer import TOKENIZER_FILE
 
     return package.has(TOKENIZER_FILE) and bool(ChatTemplates.of(package).templates)
 

@@ -32,8 +32,8 @@ from qsample.cli.quantized import divergence_in_words, quantization_in_words, ta
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
-from qsample.disk.protobuf import fields
 from qsample.errors import QsampleError
+from qsample.package.disk.protobuf import fields
 from qsample.package.manifest import Compilation, GraphPart, Manifest
 from qsample.package.package import Package, read_package
 from qsample.package.signature import signer_of

@@ -98,7 +98,7 @@ class FeatureNeeds:
 
     def _largest_rank(self) -> int:
         """The largest rank of the adapters; without adapters, the usual largest rank."""
-        from qsample.huggingface.lora import CONFIG, read_config
+        from qsample.request.huggingface.lora import CONFIG, read_config
 
         folders = self.loras.values()
         ranks = [read_config(Path(folder, CONFIG)).largest_rank for folder in folders]

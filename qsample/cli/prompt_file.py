@@ -26,11 +26,11 @@ import typer
 from qsample.cli.common import ChatMode, context_full, read_text, system_message
 from qsample.cli.spellings import names_here
 from qsample.cli.terminal import AlreadyPrintedError, counted, finite, note, progress
-from qsample.disk.locks import lock
-from qsample.disk.replace import file_aside
-from qsample.disk.untrusted import open_plain, parse_json
 from qsample.errors import QsampleError, shown
 from qsample.images.messages import with_images
+from qsample.package.disk.locks import lock
+from qsample.package.disk.replace import file_aside
+from qsample.package.disk.untrusted import open_plain, parse_json
 from qsample.progress import Stage
 from qsample.request.sampling_params import NUM_SEEDS, SAMPLING_FIELDS, SamplingParams, layered
 
@@ -284,7 +284,7 @@ def _check_fields(content: dict[str, Any]) -> None:
 def _check_names(content: dict[str, Any]) -> None:
     """Raise ValueError for fields of a line that are not parameters, with the name that they have
     here."""
-    from qsample.text.chat import ChatOptions
+    from qsample.request.text.chat import ChatOptions
 
     known = {*_OTHER_FIELDS, "do_sample", "stop_strings", "outputs"}
     known |= {entry.name for entry in fields(SamplingParams)}

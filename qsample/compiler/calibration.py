@@ -17,7 +17,7 @@ from qsample.contract.arrays import Array
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
 from qsample.package.divergence import CHATS
-from qsample.text.documents import documents_of
+from qsample.request.text.documents import documents_of
 
 _LENGTH: Final = 2048  # tokens that are read as a text
 _LEAST: Final = 128

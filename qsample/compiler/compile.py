@@ -27,11 +27,11 @@ from qsample.compiler.targets import Target, find_target
 from qsample.compiler.targets.requirements import check_plan
 from qsample.compiler.vision import compare_vision, compile_vision
 from qsample.contract.tensors import BATCH, BLOCK_SIZES, STEPS_ONNXRUNTIME
-from qsample.disk.scratch import ScratchFolder
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.session import VISION
 from qsample.package import package
+from qsample.package.disk.scratch import ScratchFolder
 from qsample.package.divergence import Divergence
 from qsample.progress import Progress, Stage, Stages, metered
 

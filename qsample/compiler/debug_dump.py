@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from qsample.disk.untrusted import read_json
 from qsample.errors import CompileError
 from qsample.graph.edit import all_initializers
+from qsample.package.disk.untrusted import read_json
 
 _COUNTS: Final = "counts.json"
 _LEFT_OUT_FROM: Final = 1024  # bytes

@@ -18,8 +18,8 @@ from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGITS
 from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package
-from qsample.text.chat import ChatOptions
-from qsample.text.tokenizer import Tokenizer
+from qsample.request.text.chat import ChatOptions
+from qsample.request.text.tokenizer import Tokenizer
 
 _PART_TOKENS: Final = 512
 _MARKS: Final = (

@@ -35,7 +35,6 @@ from qsample.compiler.quantize.walk import Calibration, calibrated_levels
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, ROW_AXES
-from qsample.disk.space import check_free
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.image_blocks import cut_image_blocks, see_whole_images
@@ -43,6 +42,7 @@ from qsample.graph.join import split_at_logits
 from qsample.graph.packed import in_bytes
 from qsample.graph.save import save_graph
 from qsample.graph.weights import load_graph, widen_weights
+from qsample.package.disk.space import check_free
 from qsample.package.manifest import GraphPart
 from qsample.progress import Progress, Stage, Stages
 

@@ -23,9 +23,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from qsample.checkpoints.checkpoint import Origin
 from qsample.checks import is_integer
 from qsample.contract.interface import Features, ImageShape, Interface
-from qsample.disk.source_files import SourceFiles
-from qsample.disk.space import full_disk_named
-from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.exporters.huggingface_reference import longest_context, reference
 from qsample.exporters.image_reference import image_reference
@@ -42,11 +39,14 @@ from qsample.exporters.portable import Draft, write_draft
 from qsample.exporters.trace import trace
 from qsample.exporters.vision import write_vision
 from qsample.graph.image_blocks import see_whole_images
-from qsample.huggingface.facade import dtype_name
 from qsample.package import package
+from qsample.package.disk.source_files import SourceFiles
+from qsample.package.disk.space import full_disk_named
+from qsample.package.disk.untrusted import parse_json, read_json
 from qsample.progress import Progress, Stage, Stages, metered
+from qsample.request.huggingface.facade import dtype_name
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
-from qsample.text.chat import TOKENIZER_CONFIG_FILE
+from qsample.request.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.deferred import computing, deferred

@@ -20,8 +20,8 @@ import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.arrays import Array
-from qsample.disk.space import check_free
 from qsample.graph.edit import all_initializers, constant, constant_value, initializer, put_behind
+from qsample.package.disk.space import check_free
 
 # The suffixes of the names of a Concat that `write_joined` makes, and of the Reshape after it.
 _CONCAT_SUFFIX: Final = "_joined"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from qsample.checks import check_fields, integer
-from qsample.disk.untrusted import open_plain
 from qsample.errors import ArgumentError, QsampleError, install_hint, shown
+from qsample.package.disk.untrusted import open_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,7 +23,9 @@ _FORM: Final = (
 
 
 def _is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
-    from qsample.text.chat import IMAGE_TYPES  # It needs NumPy; the command line starts without.
+    from qsample.request.text.chat import (
+        IMAGE_TYPES,  # It needs NumPy; the command line starts without.
+    )
 
     return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
 

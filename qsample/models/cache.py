@@ -26,11 +26,11 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Final
 
-from qsample.disk.locks import alone, is_at, lock
-from qsample.disk.scratch import ScratchFolder
-from qsample.disk.space import full_disk_named, trim
-from qsample.disk.untrusted import read_json, read_text
 from qsample.errors import PackageError, QsampleError
+from qsample.package.disk.locks import alone, is_at, lock
+from qsample.package.disk.scratch import ScratchFolder
+from qsample.package.disk.space import full_disk_named, trim
+from qsample.package.disk.untrusted import read_json, read_text
 from qsample.package.manifest import MANIFEST_NAME, Manifest
 from qsample.package.package import Package, read_package, sha256_of
 from qsample.progress import Progress, Stage, unreported

@@ -10,10 +10,10 @@ from typing import Any, TypedDict, cast
 
 from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
-from qsample.huggingface.facade import choose_dtype
 from qsample.models.dialects import read_from_pretrained
 from qsample.models.sources import SourceRequest
 from qsample.package.signature import TrustedKeys
+from qsample.request.huggingface.facade import choose_dtype
 from qsample.request.refusals import check_from_pretrained
 
 

@@ -16,19 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Features
-from qsample.disk.scratch import Destination, ScratchFolder, scratch_near
-from qsample.huggingface.facade import (
-    Device,
-    GenerationConfig,
-    ModelConfig,
-    ModelMethods,
-    as_generation_config,
-    dtype_name,
-    is_dtype,
-)
 from qsample.models.cache import Recipe, open_cached
 from qsample.models.dialects import GenerateArguments, read_compile, read_generate
 from qsample.models.sources import CheckpointSource, GraphSource, ModelSource, WeightSource
+from qsample.package.disk.scratch import Destination, ScratchFolder, scratch_near
 from qsample.package.package import (
     Package,
     check_not_source,
@@ -37,6 +28,15 @@ from qsample.package.package import (
 )
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, metered, shown, unreported, young_collections
+from qsample.request.huggingface.facade import (
+    Device,
+    GenerationConfig,
+    ModelConfig,
+    ModelMethods,
+    as_generation_config,
+    dtype_name,
+    is_dtype,
+)
 from qsample.request.refusals import NO_ADAPTERS
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
@@ -518,8 +518,8 @@ class SourceModel(Model):
         """The loaded checkpoint, to be exported; dtype and scratch are as in `Checkpoint.load`."""
         (progress or unreported)(Stage.OPENING, 0.0)
         from qsample.checkpoints.checkpoint import transformers_generation_config
-        from qsample.disk.source_files import SourceFiles
         from qsample.exporters.export import LoadedModel
+        from qsample.package.disk.source_files import SourceFiles
 
         checkpoint = self._checkpoint
         assert checkpoint is not None

@@ -29,9 +29,9 @@ from qsample.checkpoints.source import (
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.extensions import SOURCES, load_extensions
-from qsample.huggingface.facade import check_export_dtype
 from qsample.package.package import Package
 from qsample.progress import Progress, young_collections
+from qsample.request.huggingface.facade import check_export_dtype
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from qsample.contract.arrays import DTYPES
-from qsample.disk.protobuf import fields
 from qsample.ort.small_graphs import integer
+from qsample.package.disk.protobuf import fields
 
 EXPERT_OPERATORS: Final = ("MoE", "QMoE")
 QUERY_SEQLENS_SLOT: Final = 16

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from qsample.disk.replace import check_replaceable, put_in_place
-from qsample.disk.scratch import scratch_for
-from qsample.disk.untrusted import problem_of_name, read_json
 from qsample.errors import PackageError, shown
+from qsample.package.disk.replace import check_replaceable, put_in_place
+from qsample.package.disk.scratch import scratch_for
+from qsample.package.disk.untrusted import problem_of_name, read_json
 from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
 from qsample.package.package import Package, foreign_files, read_package
 from qsample.package.signature import SIGNATURE_NAME

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Final
 
 from qsample.contract.arrays import Array
-from qsample.disk.protobuf import field
+from qsample.package.disk.protobuf import field
 
 CONTRIB_DOMAIN: Final = b"com.microsoft"
 _OPSET: Final = 18

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal
 from qsample.contract.interface import Interface
 from qsample.contract.storage import stored
 from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
-from qsample.disk.untrusted import colliding_name, parse_json, problem_of_name
 from qsample.errors import PackageError
 from qsample.package.codec import DecodeError, decode, encode, place_of, shown_key
+from qsample.package.disk.untrusted import colliding_name, parse_json, problem_of_name
 
 MANIFEST_NAME: Final = "qsample.json"
 MODEL_PACKAGE_NAME: Final = "manifest.json"

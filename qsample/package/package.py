@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from qsample.contract.interface import Features, Interface
-from qsample.disk.replace import check_replaceable, flush, put_in_place
-from qsample.disk.scratch import scratch_for
-from qsample.disk.source_files import SourceFiles, Version, version_of
-from qsample.disk.space import outside_scratch
-from qsample.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.errors import PackageError, QsampleError
+from qsample.package.disk.replace import check_replaceable, flush, put_in_place
+from qsample.package.disk.scratch import scratch_for
+from qsample.package.disk.source_files import SourceFiles, Version, version_of
+from qsample.package.disk.space import outside_scratch
+from qsample.package.disk.untrusted import leads_out, read_json, read_text, referenced_files
 from qsample.package.manifest import (
     MANIFEST_NAME,
     MODEL_PACKAGE_NAME,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
-from qsample.disk.untrusted import parse_json, read_json
 from qsample.errors import PackageError, QsampleError, install_hint, shown
+from qsample.package.disk.untrusted import parse_json, read_json
 
 SIGNATURE_NAME: Final = "model.sig"
 _SIGSTORE_PREFIX: Final = "sigstore:"

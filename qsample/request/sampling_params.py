@@ -24,8 +24,8 @@ from qsample.checks import (
     refuse,
 )
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
-from qsample.disk.untrusted import read_json
 from qsample.errors import ArgumentError, shown, unknown
+from qsample.package.disk.untrusted import read_json
 from qsample.request.refusals import UNSUPPORTED_SETTINGS, without_refused
 
 T = TypeVar("T")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
     from qsample.request.sampling_params import SamplingParams
+    from qsample.request.text.generated_text import TextStreamer
     from qsample.runtime.call import Call
     from qsample.runtime.callbacks import AllowedTokensFn, Step
     from qsample.runtime.causal_lm import CausalLM, load
     from qsample.runtime.engine import Engine
     from qsample.runtime.output import GenerateOutput
     from qsample.runtime.request import Delta, EngineStats, Request, RequestOutput
-    from qsample.text.generated_text import TextStreamer
 
 __all__ = [
     "AllowedTokensFn", "Call", "CausalLM", "Delta", "Engine", "EngineClosedError", "EngineStats", "GenerateOutput",
@@ -38,7 +38,7 @@ _NAMES_OF_MODULES = {
     "qsample.runtime.output": ("GenerateOutput",),
     "qsample.runtime.request": ("Delta", "EngineStats", "Request", "RequestOutput"),
     "qsample.request.sampling_params": ("SamplingParams",),
-    "qsample.text.generated_text": ("TextStreamer",),
+    "qsample.request.text.generated_text": ("TextStreamer",),
 }
 
 

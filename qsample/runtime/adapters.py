@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract.arrays import Array, rounded
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.errors import QsampleError, UnsupportedModelError, shown
-from qsample.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
+from qsample.request.huggingface.lora import ADVICE, CONFIG, WEIGHTS, Change, floats, read_changes
 from qsample.request.refusals import NO_ADAPTERS
 
 # The bytes of a file for its header, and for matrices that the package refuses by name.

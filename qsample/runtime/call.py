@@ -17,9 +17,9 @@ from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import TokenIds
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED_SETTINGS, without_refused
 from qsample.request.sampling_params import OFF_VALUES, SamplingParams, layered, settings_of
+from qsample.request.text.chat import CHAT_OPTIONS, ChatOptions
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
-from qsample.text.chat import CHAT_OPTIONS, ChatOptions
-from qsample.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

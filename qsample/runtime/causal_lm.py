@@ -18,13 +18,6 @@ import numpy as np
 from qsample.checks import check_count, from_keywords
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
-from qsample.huggingface.facade import (
-    Device,
-    GenerationConfig,
-    ModelConfig,
-    ModelMethods,
-    as_generation_config,
-)
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
@@ -32,7 +25,16 @@ from qsample.ort.session import Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
+from qsample.request.huggingface.facade import (
+    Device,
+    GenerationConfig,
+    ModelConfig,
+    ModelMethods,
+    as_generation_config,
+)
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
+from qsample.request.text.generated_text import Streamer, check_streamer
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime.adapters import Adapter, read_adapter
 from qsample.runtime.call import Call, Prompt, is_chat, parse_prompts, read_call
 from qsample.runtime.callbacks import BatchEnd, Guide, LogitsProcessors
@@ -46,8 +48,6 @@ from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.output import GenerateOutput, Timing, make_output
 from qsample.runtime.prepare import find_adapter, make_sequences
 from qsample.runtime.sequence import NO_DRAFTS, Sequence
-from qsample.text.generated_text import Streamer, check_streamer
-from qsample.text.tokenizer import Tokenizer
 
 # Unless the package or the caller fixes the capacity of a row, it is a multiple of this number
 # of tokens.

@@ -17,9 +17,9 @@ from qsample.images.messages import images_in
 from qsample.images.processing import ImageProcessor
 from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.package import Package
+from qsample.request.text.chat import ChatOptions
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime.sequence import Sequence as Row
-from qsample.text.chat import ChatOptions
-from qsample.text.tokenizer import Tokenizer
 
 _LIST_TYPES: Final = (list, tuple)
 

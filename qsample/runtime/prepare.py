@@ -27,13 +27,17 @@ from qsample.contract.tensors import (
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import NUM_DRAWN_SEEDS, NUM_SEEDS, OFF_VALUES, SamplingParams
+from qsample.request.text.generated_text import (
+    PROMPT_CONTEXT_TOKENS,
+    GeneratedText,
+    check_stop_strings,
+)
+from qsample.request.text.tokenizer import Tokenizer, choose_tokenizer
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.sequence import Delivery, Sequence, SequenceImages, SequenceRequest
-from qsample.text.generated_text import PROMPT_CONTEXT_TOKENS, GeneratedText, check_stop_strings
-from qsample.text.tokenizer import Tokenizer, choose_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

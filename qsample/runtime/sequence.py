@@ -13,8 +13,8 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import DRAFT_IDS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.images.prompt import ImagePrompt
+from qsample.request.text.generated_text import GeneratedText
 from qsample.runtime.adapters import Adapter
-from qsample.text.generated_text import GeneratedText
 
 NO_TOKENS: Final[Array] = np.empty(0, dtype=np.int64)
 

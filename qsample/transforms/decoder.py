@@ -25,7 +25,7 @@ from qsample.contract.tensors import (
     retained_name,
 )
 from qsample.errors import UnsupportedModelError
-from qsample.huggingface.facade import dtype_name
+from qsample.request.huggingface.facade import dtype_name
 from qsample.transforms.attention import (
     eager_masks_over_buffers,
     use_own_attention,

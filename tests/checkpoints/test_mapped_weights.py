@@ -270,7 +270,7 @@ def test_files_with_several_names(shards: Path, tmp_path: Path) -> None:
 
 
 def test_all_that_is_mapped_is_watched(shards: Path, tmp_path: Path) -> None:
-    from qsample.disk.source_files import SourceFiles
+    from qsample.package.disk.source_files import SourceFiles
 
     sources = SourceFiles()
     Checkpoint(str(shards)).load(scratch=tmp_path, sources=sources)

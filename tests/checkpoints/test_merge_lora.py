@@ -16,7 +16,7 @@ from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
-from qsample.huggingface.lora import read_config
+from qsample.request.huggingface.lora import read_config
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import random_model, save_checkpoint
 

@@ -14,8 +14,8 @@ from qsample.compiler.own_text import Opening, opening_of, random_starts, write_
 from qsample.contract.arrays import Array
 from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package, read_package
-from qsample.text.chat import ChatTemplates
-from qsample.text.tokenizer import Tokenizer
+from qsample.request.text.chat import ChatTemplates
+from qsample.request.text.tokenizer import Tokenizer
 
 VOCAB = 10
 STOP = 7

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints.checkpoint import Checkpoint
-from qsample.disk import space
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity, portable
 from qsample.exporters.export import _save_model_files, _token_ids
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.package.disk import space
 from qsample.package.package import read_package
-from qsample.text.tokenizer import Tokenizer as RuntimeTokenizer
+from qsample.request.text.tokenizer import Tokenizer as RuntimeTokenizer
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import (
     byte_tokenizer,

@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any, Final
 
 import qsample
-from qsample.disk import replace
 from qsample.errors import PackageError
+from qsample.package.disk import replace
 from qsample.package.manifest import MODEL_PACKAGE_NAME
 from qsample.package.package import MANIFEST_NAME, read_package, use_package
 from tests.helpers.small_packages import FILES, write

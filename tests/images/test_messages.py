@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qsample.images.messages import decode_data_url, images_in
-from qsample.text.chat import ChatTemplates
+from qsample.request.text.chat import ChatTemplates
 
 PNG = b"\x89PNG..."
 CODED = base64.b64encode(PNG).decode()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from qsample.disk import replace as replace_module
-from qsample.disk.scratch import NEW_NAME
 from qsample.package import package as package_module
+from qsample.package.disk import replace as replace_module
+from qsample.package.disk.scratch import NEW_NAME
 from qsample.package.manifest import MODEL_PACKAGE_NAME
 from qsample.package.package import (
     MANIFEST_NAME,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import SamplingParams
 from qsample.runtime.call import Call, parse_prompts
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import BOS, byte_tokenizer
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, SamplingParams
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers import fake_reference
 from tests.helpers.fake_package import POISON, VOCAB, ascii_piece, byte_tokenizer, compilation
 from tests.helpers.requests import FREE, GREEDY, PROMPTS, RANDOM, expected, mixed

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from qsample.package.package import Package
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import (
     CausalLM,
     Engine,
@@ -26,7 +27,6 @@ from qsample.runtime import (
     load,
 )
 from qsample.runtime.decode.slots import Slots
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.requests import (

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from qsample.errors import Failure
+from qsample.request.text.generated_text import GeneratedText
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, RequestFailedError
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.request import _AsyncDeltas, _Feed
 from qsample.runtime.sequence import Sequence
-from qsample.text.generated_text import GeneratedText
 from tests.helpers.fake_package import POISON, VOCAB
 from tests.helpers.memory import resident
 from tests.helpers.readers import COROUTINES, THREADED, left_pending_by_its_loop

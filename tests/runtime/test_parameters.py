@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as _Tokenizer
 from tokenizers import models, pre_tokenizers
 
 from qsample.contract.tensors import NOISE_STREAMS
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.decode.inputs import uniforms
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.prepare import for_package, parameter_row
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_interface
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import (
     CausalLM,
     Engine,
@@ -22,7 +23,6 @@ from qsample.runtime import (
 )
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.prepare import choose_seeds
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer, compilation
 from tests.helpers.requests import ENDLESS, FREE, expected, outcome, wait_for_token
 

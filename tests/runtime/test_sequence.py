@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from qsample.contract.tensors import RUNNING, STOPPED
+from qsample.request.text.generated_text import GeneratedText
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import sequence as sequence_module
 from qsample.runtime.sequence import Delivery, Placement, Progress, Sequence, SequenceRequest
-from qsample.text.generated_text import GeneratedText
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import byte_tokenizer
 
 

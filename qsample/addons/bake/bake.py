@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
@@ -46,15 +46,17 @@ from qsample.addons.bake.to_contract import (
 )
 from qsample.checkpoints.source import CONFIG, license_of, origin_of
 from qsample.contract.interface import Features, Interface
-from qsample.disk.scratch import scratch_near
 from qsample.errors import QsampleError, printable
 from qsample.exporters import parity
 from qsample.exporters.portable import Draft, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
-from qsample.models.sources import GraphSource
 from qsample.package import package
+from qsample.package.disk.scratch import scratch_near
 from qsample.progress import Progress, Stage, Stages, metered
+
+if TYPE_CHECKING:
+    from qsample.models.sources import GraphSource
 
 # A further comparison: the folder of the unpublished package, its interface and the tolerance (None
 # if weights are quantized) → the figures for the manifest.

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 
 from qsample.addons.bake.conventions import refusal
 from qsample.checkpoints.source import HubOptions, check_links
-from qsample.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.errors import QsampleError
+from qsample.package.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
-from qsample.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from qsample.text.tokenizer import TOKENIZER_FILE
+from qsample.request.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
+from qsample.request.text.tokenizer import TOKENIZER_FILE
 
 GENAI_CONFIG: Final = "genai_config.json"
 # transformers' exporter writes both files. Next to the decoder it writes a graph for the first

@@ -30,7 +30,7 @@ from qsample.ort.stepper import Stepper
 from qsample.package.package import Package
 from qsample.progress import Progress, Stage, unreported
 from qsample.request.sampling_params import SamplingParams
-from qsample.text.documents import documents_of
+from qsample.request.text.documents import documents_of
 
 SEQUENTIAL_FORM = "sequential"
 BATCHED_FORM = "batched"

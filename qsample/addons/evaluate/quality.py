@@ -25,7 +25,7 @@ from qsample.ort.stepper import Stepper
 from qsample.package.package import Package, read_package
 from qsample.package.statistics import Estimate, estimate_means
 from qsample.progress import Progress, Stage, unreported
-from qsample.text.documents import documents_of
+from qsample.request.text.documents import documents_of
 
 DEFAULT_MAX_LENGTH: Final = 1024
 DEFAULT_BATCH_SIZE: Final = 8

@@ -22,7 +22,7 @@ from qsample.checkpoints.stored_matrices import (
     check_part,
 )
 from qsample.checks import is_integer, is_number
-from qsample.disk.untrusted import parse_json
+from qsample.package.disk.untrusted import parse_json
 
 _STATE_PREFIX: Final = "weight.quant_state.bitsandbytes__"
 # It is below the largest float32.

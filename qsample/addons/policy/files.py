@@ -29,10 +29,10 @@ from qsample.addons.policy.graphs import (
 )
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import VOCAB, TensorSpec
-from qsample.disk.scratch import ScratchFolder
-from qsample.disk.space import full_disk_named
-from qsample.disk.untrusted import read_text
 from qsample.errors import PackageError, shown, unknown
+from qsample.package.disk.scratch import ScratchFolder
+from qsample.package.disk.space import full_disk_named
+from qsample.package.disk.untrusted import read_text
 
 METADATA: Final = "inference_metadata.yaml"
 COMPONENTS: Final = "components.yaml"

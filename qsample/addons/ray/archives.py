@@ -13,9 +13,9 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from qsample.disk.replace import put_in_place
-from qsample.disk.scratch import ScratchFolder
 from qsample.errors import PackageError
+from qsample.package.disk.replace import put_in_place
+from qsample.package.disk.scratch import ScratchFolder
 from qsample.package.package import MANIFEST_NAME, read_package
 
 CACHE_VARIABLE: Final = "QSAMPLE_RAY_CACHE"

@@ -61,7 +61,7 @@ from qsample.addons.serve.responses import ResponseAnswers, ResponsesRequest
 from qsample.addons.serve.settings import ServeSettings
 from qsample.errors import DISTRIBUTION
 from qsample.images.prompt import ProcessedImage
-from qsample.text.tokenizer import LONG_TEXT
+from qsample.request.text.tokenizer import LONG_TEXT
 
 # The name of the logger that writes a line for each request.
 ACCESS_LOG: Final = "qsample.access"

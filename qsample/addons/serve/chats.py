@@ -20,7 +20,7 @@ from qsample.addons.serve.requests import (
     config_with_example,
 )
 from qsample.request.grammar import Form
-from qsample.text.chat import ChatOptions
+from qsample.request.text.chat import ChatOptions
 
 # Descriptions that fields of several APIs share.
 TOOLS_DESCRIPTION: Final = "Functions that the model may call."

@@ -30,7 +30,7 @@ from qsample.cli.opening import CompileChoices, FeatureNeeds, is_package, open_e
 from qsample.cli.option_groups import FieldFlags, with_option_groups
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import note
-from qsample.disk.untrusted import parse_json
+from qsample.package.disk.untrusted import parse_json
 
 if TYPE_CHECKING:
     from qsample.models.model import PackagedModel

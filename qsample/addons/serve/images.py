@@ -25,10 +25,10 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 import httptools
 
 from qsample.addons.serve.http import ApiError
-from qsample.disk.untrusted import open_plain
 from qsample.errors import shown
 from qsample.images.messages import check_base64, decode_data_url
-from qsample.text.chat import IMAGE_TYPES
+from qsample.package.disk.untrusted import open_plain
+from qsample.request.text.chat import IMAGE_TYPES
 
 # OpenAI's details. Each is read as "auto".
 _DETAILS: Final = ("auto", "low", "high", "original")

@@ -18,18 +18,18 @@ from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.addons.serve.requests import GenerationRequest
 from qsample.addons.serve.settings import ServeSettings
-from qsample.disk.untrusted import leads_out
 from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
+from qsample.package.disk.untrusted import leads_out
 from qsample.request.grammar import Form, GrammarGuide, Grammars, grammar_of
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
+from qsample.request.text.chat import ChatOptions, compile_template
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
 from qsample.runtime.prepare import check_features
-from qsample.text.chat import ChatOptions, compile_template
-from qsample.text.tokenizer import Tokenizer
 
 # The fields that a model's generation_config decides with generation_config="auto".
 _CONFIG_FIELDS: Final = (

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Final
 from urllib.parse import unquote, urlsplit
 
 from qsample.addons.serve.hosts import is_allowed, is_loopback
-from qsample.disk.untrusted import leads_out, open_plain
 from qsample.errors import QsampleError
+from qsample.package.disk.untrusted import leads_out, open_plain
 from qsample.package.package import MANIFEST_NAME, Package
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "assets" / "web"

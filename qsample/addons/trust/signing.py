@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from qsample.disk.replace import file_aside
 from qsample.errors import PackageError
+from qsample.package.disk.replace import file_aside
 from qsample.package.signature import SIGNATURE_NAME, error_line, signing_library
 
 PASSWORD_VARIABLE: Final = "QSAMPLE_KEY_PASSWORD"

@@ -29,11 +29,11 @@ from qsample.contract.tensors import (
     SEQUENCE,
     retained_name,
 )
-from qsample.disk.space import check_free
 from qsample.graph.edit import ancestors, reads
 from qsample.graph.evaluate import GraphPart, sizes
 from qsample.graph.join import return_all_logits
 from qsample.graph.pieces import read, readable
+from qsample.package.disk.space import check_free
 
 _WEIGHTS_PER_FIT: Final = 1 << 24
 """The weights that are rounded together."""

@@ -28,11 +28,11 @@ import onnxruntime as ort
 from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, CAPACITY
-from qsample.disk.scratch import ScratchFolder
-from qsample.disk.space import check_free, full_disk_named
-from qsample.disk.tensor_file import TensorFile, memory_of, write_tensors
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
+from qsample.package.disk.scratch import ScratchFolder
+from qsample.package.disk.space import check_free, full_disk_named
+from qsample.package.disk.tensor_file import TensorFile, memory_of, write_tensors
 from qsample.package.package import Package
 from qsample.runtime.decode.prefixes import Pieces
 

@@ -27,9 +27,9 @@ from typing import Final
 
 from qsample.checks import check_count
 from qsample.contract.arrays import Array
-from qsample.disk.space import trim
 from qsample.errors import PackageError
 from qsample.ort.session import Sessions
+from qsample.package.disk.space import trim
 from qsample.package.package import Package
 from qsample.runtime.decode.prefix_file import PrefixFile, PrefixPart, signature_of, write_prefix
 from qsample.runtime.decode.prefixes import Pieces, shared_pieces

@@ -22,10 +22,10 @@ from qsample.addons.serve.choices import ChatChoice
 from qsample.addons.serve.http import EventStream
 from qsample.addons.serve.parsers import REASONING_FORMATS, ReasoningFormat
 from qsample.ort.buffers import OutputRing
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, Step
 from qsample.runtime.call import Call
 from qsample.runtime.decode.loop import DecodeLoop
-from qsample.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

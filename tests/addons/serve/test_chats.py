@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from qsample.addons.serve.chats import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from qsample.addons.serve.http import ApiError
 from qsample.request.grammar import Form
-from qsample.text.chat import ChatOptions
+from qsample.request.text.chat import ChatOptions
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 from qsample.addons.serve import ServeSettings, make_app
 from qsample.addons.serve.models import ServedModel
 from qsample.package.package import Package
+from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import SamplingParams
-from qsample.text.tokenizer import Tokenizer
 from tests.helpers import fake_reference
 from tests.helpers.fake_graphs import GUESSING_CAPACITY as CAPACITY
 from tests.helpers.servers import ServerProcess

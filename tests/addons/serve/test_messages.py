@@ -19,9 +19,9 @@ from qsample.addons.serve.messages import (
     MessageChoice,
     MessagesRequest,
 )
+from qsample.request.text.chat import ChatOptions
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
-from qsample.text.chat import ChatOptions
 from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
 

@@ -19,8 +19,8 @@ from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
 from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
 from qsample.request.grammar import Form
-from qsample.text.chat import ChatOptions
-from qsample.text.tokenizer import Tokenizer
+from qsample.request.text.chat import ChatOptions
+from qsample.request.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_package
 
 

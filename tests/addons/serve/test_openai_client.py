@@ -12,8 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from qsample.request.text.chat import ChatTemplates
 from qsample.runtime import CausalLM, SamplingParams
-from qsample.text.chat import ChatTemplates
 from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
 PROMPT = "And the LORD spake unto Moses"

@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 
 from qsample.addons.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.request.grammar import Form
+from qsample.request.text.chat import ChatOptions
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
-from qsample.text.chat import ChatOptions
 from tests.helpers.answers import Scripted, delta, ended, served
 from tests.helpers.servers import ServerProcess
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from qsample.disk.tensor_file import TensorFile
 from qsample.errors import PackageError
+from qsample.package.disk.tensor_file import TensorFile
 from qsample.runtime import CausalLM, load
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of, write_prefix
 

@@ -35,8 +35,8 @@ from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
 from qsample.checkpoints.source import origin_of
 from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
 from qsample.checks import is_number
-from qsample.disk.source_files import SourceFiles
 from qsample.errors import UnsupportedModelError
+from qsample.package.disk.source_files import SourceFiles
 from qsample.transforms.deferred import SMALLEST, defer
 
 # The keys of recommended sampling, behind "general.sampling.", and transformers' names of these

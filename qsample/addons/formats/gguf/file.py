@@ -23,8 +23,8 @@ import numpy as np
 
 from qsample.checks import is_integer
 from qsample.contract.arrays import Array
-from qsample.disk.untrusted import open_plain
 from qsample.errors import QsampleError, UnsupportedModelError, shown
+from qsample.package.disk.untrusted import open_plain
 
 SUFFIX: Final = ".gguf"
 # The first bytes of every file.

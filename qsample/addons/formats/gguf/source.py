@@ -25,7 +25,6 @@ from qsample.checkpoints.source import (
     file_state,
     is_hub_id,
 )
-from qsample.disk.untrusted import problem_of_name
 from qsample.errors import QsampleError
 from qsample.models.sources import (
     SourceDescription,
@@ -33,6 +32,7 @@ from qsample.models.sources import (
     SourceRequest,
     WeightSource,
 )
+from qsample.package.disk.untrusted import problem_of_name
 from qsample.progress import young_collections
 
 if TYPE_CHECKING:

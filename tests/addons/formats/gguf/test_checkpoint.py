@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from qsample import AutoModelForCausalLM
 from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
 from qsample.addons.formats.gguf.models import read_model
-from qsample.disk.source_files import SourceFiles
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.package.disk.source_files import SourceFiles
 from qsample.transforms.deferred import computing, deferred, numbers
 from qsample.transforms.quantized_linear import quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
