@@ -86,7 +86,7 @@ PARTICIPLE: Final = re.compile(
     r"|SEEN|SENT|SET|SHOWN|SPLIT|TAKEN|TOGETHER|TOLD|TORN|WRITTEN)"
 )
 # The percentage of each mark of code that a whole room may have.
-LIMITS: Final = {"continued": 4.0, "preposition": 5.0, "participle": 3.0}
+LIMITS: Final = {"continued": 2.0, "preposition": 2.0, "participle": 1.0}
 _DESCRIPTION: Final = re.compile(
     r"(?:^|(?<=[.:] ))\s*((?:`?\w+`?)(?:, `?\w+`?)*): (\w+)", re.MULTILINE
 )
