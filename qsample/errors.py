@@ -77,7 +77,7 @@ class RequestFailedError(QsampleError):
 
 
 class ArgumentError(ValueError):
-    """An argument does not accept a value.
+    """An argument does not accept a value; `message` says which values it accepts.
 
     Attributes:
         argument: The name of the argument, for callers that have another name for it; None if

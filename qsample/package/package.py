@@ -111,19 +111,19 @@ class Package:
         return self.manifest.interface
 
     def has(self, name: str) -> bool:
-        """Whether the package has a file of this name. Files that the manifest does not list are
+        """Whether the package has a file of that `name`. Files that the manifest does not list are
         not part of it."""
         return name in self.manifest.files
 
     def file(self, name: str) -> Path:
-        """The path of a file of the package. Raises PackageError if it has no such file."""
+        """The path of the file `name`. Raises PackageError if the package has no such file."""
         if not self.has(name):
             raise PackageError(f"{self.path} has no file {name}")
         return self.path / name
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file of the package; {} if it has no such file. Raises PackageError
-        for anything else."""
+        """The JSON object in the file `name`; {} if the package has no such file. Raises
+        PackageError for anything else."""
         if not self.has(name):
             return {}
         try:
@@ -137,8 +137,8 @@ class Package:
         return data
 
     def check_graph(self, name: str) -> None:
-        """Raise PackageError if a file is not ONNX, or refers to a file that the manifest does not
-        list."""
+        """Raise PackageError if the file `name` is not ONNX, or refers to a file that the manifest
+        does not list."""
         try:
             check_references(self.path, name, self.manifest.files)
         except (OSError, ValueError) as error:

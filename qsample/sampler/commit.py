@@ -23,7 +23,7 @@ from qsample.sampler.tensor import (
     concat,
     constant,
     exp,
-    log,
+    log_of_column,
     maximum,
     minimum,
     op,
@@ -72,7 +72,7 @@ def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     if call.uses("mirostat"):
         assert draw.outcome.share is not None
         # The probability of a token that u = 0 draws may round to 0 in float32.
-        surprise = log(maximum(draw.outcome.share, _LEAST_SHARE)) * (-1 / math.log(2))
+        surprise = log_of_column(maximum(draw.outcome.share, _LEAST_SHARE)) * (-1 / math.log(2))
         mu = filters.next_largest_surprise(row, surprise)
         changes = draw.random & (call["mirostat_tau"] > 0)
         states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
@@ -206,7 +206,7 @@ def normalizer(split: Blocks) -> Normalizer:
     """The normalizer of logits in blocks."""
     maximum = split.maxima.max()
     sums = blocks.block_sums(exp(split.values - maximum.unsqueeze()))
-    return Normalizer(maximum, log(blocks.total(sums)))
+    return Normalizer(maximum, log_of_column(blocks.total(sums)))
 
 
 def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: Tensor) -> Tensor:

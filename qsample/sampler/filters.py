@@ -31,7 +31,7 @@ from qsample.sampler.tensor import (
     Tensor,
     absolute,
     exp,
-    log,
+    log_of_column,
     maximum,
     minimum,
     op,
@@ -133,7 +133,7 @@ def dynamic_temperature(pool: Pool, row: FilterInputs) -> Tensor:
     t = minimum(row["temperature"], _LARGEST_TEMPERATURE)
     spread = minimum(row["dynatemp_range"], _LARGEST_TEMPERATURE)
     count = pool.count()
-    entropy = op("Clip", pool.entropy() / log(maximum(count, 2.0)), 0.0, 1.0)
+    entropy = op("Clip", pool.entropy() / log_of_column(maximum(count, 2.0)), 0.0, 1.0)
     low = maximum(t - spread, 0.0)
     high = t + spread
     dynamic = low + (high - low) * op("Pow", entropy, row["dynatemp_exponent"])

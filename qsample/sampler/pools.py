@@ -19,7 +19,7 @@ from qsample.sampler.tensor import (
     axis_size,
     constants,
     exp,
-    log,
+    log_of_column,
     maximum,
     minimum,
     op,
@@ -159,7 +159,7 @@ class Pool(ABC):
 
     def entropy(self) -> Tensor:
         """The entropy -sum p ln p in nats: [B, 1] float32."""
-        return log(self.total()) - self.mean_log()
+        return log_of_column(self.total()) - self.mean_log()
 
     def mean_log(self) -> Tensor:
         """The mean of `logs` over the distribution: [B, 1] float32."""

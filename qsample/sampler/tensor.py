@@ -351,7 +351,7 @@ def exp(x: Tensor) -> Tensor:
     return op("Exp", x)
 
 
-def log(x: Tensor) -> Tensor:
+def log_of_column(x: Tensor) -> Tensor:
     """The natural logarithm of a column, [B, 1].
 
     It is a reduction, because ONNX Runtime's Log rounds an element by its place in the tensor.

@@ -23,7 +23,7 @@ from qsample.sampler.tensor import (
     constants,
     exp,
     indices,
-    log,
+    log_of_column,
     loop,
     maximum,
     minimum,

@@ -276,7 +276,7 @@ def test_requests_that_begin_alike(packages: Callable[..., Path]) -> None:
         for turn in range(6):
             talk = talks[turn % 2]
             output = engine.add_request(talk, settings, seed=turn).result(300)
-            assert output.token_ids == model.generate([talk], settings, seed=turn).token_ids[0]
+            assert output.token_ids == model.generate(talk, settings, seed=turn).token_ids[0]
             reused.append(output.usage.cached_tokens)
             talk += [*output.token_ids, *random.integers(3, 300, 40).tolist()]
         start = random.integers(3, 300, 200).tolist()
