@@ -77,9 +77,10 @@ class RequestFailedError(QsampleError):
 
 
 class ArgumentError(ValueError):
-    """An argument does not accept a value; `message` says which values it accepts.
+    """An argument does not accept a value.
 
-    Attributes:
+    Args:
+        message: The sentence that names the value, the accepted values and the remedy.
         argument: The name of the argument, for callers that have another name for it; None if
             unknown.
     """

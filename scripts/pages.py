@@ -35,7 +35,7 @@ _BLOCK = re.compile(
 )
 _INSTALL = re.compile(r"(\S*pip (un)?install|npm|python3 -m venv) ")
 _WRITES = re.compile(
-    r'qsample (?:export|compile|bake) \S+ ([\w-]+)|qsample bundle ([\w-]+)|\.(?:export|compile)\("([\w-]+)"'
+    r'qsample (?:export|compile|bake) \S+ ([\w-]+)|qsample bundle ([\w-]+)|\.(?:export|compile)\(\s*"([\w-]+)"'
     r'|\bbake\([^,\n]+, "([\w-]+)"'
 )
 _SHELL = """set -eo pipefail
