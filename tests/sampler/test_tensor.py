@@ -125,11 +125,11 @@ def test_numbers_take_the_type_of_the_tensor_beside_them() -> None:
 def test_log_does_not_depend_on_the_place() -> None:
     """Log itself takes another way for the last elements of a tensor."""
     numbers = np.random.default_rng(0).lognormal(0, 5, (37, 1)).astype(np.float32)
-    (whole,) = computed(log, numbers)
+    (whole,) = computed(log_of_column, numbers)
     np.testing.assert_allclose(whole, np.log(numbers.astype(np.float64)), rtol=2e-7, atol=1e-7)
     for row in range(37):
         np.testing.assert_array_equal(
-            computed(log, numbers[row : row + 3])[0], whole[row : row + 3]
+            computed(log_of_column, numbers[row : row + 3])[0], whole[row : row + 3]
         )
 
 
