@@ -105,7 +105,8 @@ def test_large_allocations_come_from_a_heap_of_huge_pages() -> None:
         for part in parts:
             ctypes.memset(part, 1, size)
         # At once, and without gaps between them. The first part begins between two huge pages.
-        assert huge_pages_at(parts[1]) >= 2 * PAGES - 2
+        # Fragmented memory may lack a huge page or two; separate mappings would have half as many.
+        assert huge_pages_at(parts[1]) >= 2 * PAGES - 4
     for part in parts:
         libc.free(ctypes.c_void_p(part))
 
