@@ -24,6 +24,11 @@ from qsample.contract.tensors import (
     EXTRA_PARAMETERS,
     FILTER_ORDERS,
     FILTER_STATES,
+    GRAMMAR_DEADLINE,
+    GRAMMAR_DRAFTS,
+    GRAMMAR_STATE,
+    GRAMMAR_TABLES,
+    GRAMMARS_VERSION,
     GRID,
     GUESSES,
     HEIGHT,
@@ -116,6 +121,9 @@ class Features:
     )
     logit_bias: bool = flag(False, help="Take a bias on chosen tokens.")
     allowed_tokens: bool = flag(False, help="Take a token mask (guided decoding).")
+    grammars: bool = flag(
+        False, help="Take the tables of grammars, such as JSON schemas.", **stored(omitted=False)
+    )
     logprobs: bool = flag(False, help="Also return each token's log-probability.")
     top_logprobs: int = integer(
         0,
@@ -174,7 +182,7 @@ class Features:
 
     def for_serving(self) -> Features:
         """These features, and all features that a request of OpenAI's API may need: biases, masks,
-        log-probabilities.
+        grammars, log-probabilities.
 
         Clients of llama.cpp and ollama send penalty_last_n, which costs nothing in a batch that
         does not use it.
@@ -185,6 +193,7 @@ class Features:
             self,
             logit_bias=True,
             allowed_tokens=True,
+            grammars=True,
             logprobs=True,
             top_logprobs=most,
             filters=filters,
@@ -426,6 +435,8 @@ class Interface:
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has all features of these graphs."""
+        if self.features.grammars:
+            return GRAMMARS_VERSION
         if self.slides or self.kv_cache_dtype == "int4":
             return CACHES_VERSION
         if self.image is not None:
@@ -495,11 +506,22 @@ class Interface:
             specs += LOGIT_BIAS_INPUTS
         if self.features.allowed_tokens:
             specs += (ALLOWED_TOKENS,)
+        if self.features.grammars:
+            specs += (GRAMMAR_DEADLINE,)
         for name in self.features.filters:
             specs += EXTRA_PARAMETERS[name]
         if self.features.num_speculative_tokens:
             specs += SPECULATION_INPUTS
         return specs
+
+    @property
+    def grammar_tables(self) -> tuple[TensorSpec, ...]:
+        """The tables of all bound grammars; none without the feature `grammars`."""
+        if not self.features.grammars:
+            return ()
+        if self.features.num_speculative_tokens:
+            return (*GRAMMAR_TABLES, GRAMMAR_DRAFTS)
+        return GRAMMAR_TABLES
 
     @property
     def adapter_kinds(self) -> tuple[str, ...]:
@@ -528,6 +550,8 @@ class Interface:
     def sampler_states(self) -> tuple[TensorSpec, ...]:
         """The states that the sampler keeps."""
         states = list(SAMPLER_STATES)
+        if self.features.grammars:
+            states.append(GRAMMAR_STATE)
         states += [FILTER_STATES[name] for name in self.features.filters if name in FILTER_STATES]
         return tuple(states)
 
@@ -563,7 +587,8 @@ class Interface:
 
     @property
     def _sampling(self) -> tuple[TensorSpec, ...]:
-        return (*self.parameters, SEARCHED_ROWS) if self.captured else self.parameters
+        searched = (SEARCHED_ROWS,) if self.captured else ()
+        return (*self.parameters, *searched, *self.grammar_tables)
 
     @property
     def model(self) -> GraphSpec:

@@ -21,8 +21,16 @@ STEPS_ONNXRUNTIME: Final = "1.32"
 IMAGES_VERSION: Final = "2.2"
 # Packages with caches of a window's size or in int4 follow this version.
 CACHES_VERSION: Final = "2.3"
+# Packages that take grammars follow this version.
+GRAMMARS_VERSION: Final = "2.4"
 # This qsample runs packages of these versions.
-CONTRACT_VERSIONS: Final = (CONTRACT_VERSION, STEPS_VERSION, IMAGES_VERSION, CACHES_VERSION)
+CONTRACT_VERSIONS: Final = (
+    CONTRACT_VERSION,
+    STEPS_VERSION,
+    IMAGES_VERSION,
+    CACHES_VERSION,
+    GRAMMARS_VERSION,
+)
 # A word x of Philox becomes u = (x >> 8) * 2**-24, in [0, 1).
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24
 # The second word of Philox's counter for the states `noise` and `xtc_noise`.
@@ -65,10 +73,15 @@ NEW_TOKENS: Final = "J"
 IMAGE_TOKENS: Final = "F"
 TILES: Final = "I"
 PATCHES: Final = "A"
+GRAMMAR_STATES: Final = "X"
+TOKEN_CLASSES: Final = "Y"
+CLASS_MAPS: Final = "Z"
 HEIGHT: Final = "tile_height"
 WIDTH: Final = "tile_width"
 # A host chooses the sizes of these axes; the size is 1 for a value that is off.
 ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH, IMAGE_TOKENS)
+# The axes of the tables of grammars. Each size is 1 if no grammar is bound.
+GRAMMAR_AXES: Final = (GRAMMAR_STATES, TOKEN_CLASSES, CLASS_MAPS)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",
@@ -88,6 +101,9 @@ AXIS_MEANINGS: Final = {
     IMAGE_TOKENS: "rows of image features in a call, or of an image",
     TILES: "tiles of an image",
     PATCHES: "patches of an image",
+    GRAMMAR_STATES: "states of all bound grammars",
+    TOKEN_CLASSES: "token classes of the bound grammar that has most",
+    CLASS_MAPS: "maps from tokens to classes, one for each bound grammar",
 }
 
 # A top_k up to this number keeps at most this many tokens, ties included, and needs no search.
@@ -246,6 +262,56 @@ ALLOWED_TOKENS = TensorSpec(
     (BATCH, MASK_WORDS),
     "bit i of word w: token 32 w + i may be sampled",
     off=-1,
+)
+# Inputs of packages with `Features.grammars`. The tables are of all grammars that are bound.
+GRAMMAR_DEADLINE = TensorSpec(
+    "grammar_deadline",
+    "int32",
+    (BATCH,),
+    "from this many tokens on, prompt included, grammar_late replaces the state",
+    off=2**31 - 1,
+)
+GRAMMAR_CLASSES = TensorSpec(
+    "grammar_classes", "int32", (CLASS_MAPS, VOCAB), "class of each token", off=0
+)
+GRAMMAR_TRANSITIONS = TensorSpec(
+    "grammar_transitions",
+    "int32",
+    (GRAMMAR_STATES, TOKEN_CLASSES),
+    "the next state, by state and class; -1 = not allowed",
+    off=0,
+)
+GRAMMAR_DISTANCES = TensorSpec(
+    "grammar_distances",
+    "int32",
+    (GRAMMAR_STATES,),
+    "fewest tokens from a state to the end of the answer, its stop token included",
+    off=0,
+)
+GRAMMAR_MAPS = TensorSpec(
+    "grammar_maps", "int32", (GRAMMAR_STATES,), "row of grammar_classes that a state uses", off=0
+)
+GRAMMAR_LATE = TensorSpec(
+    "grammar_late",
+    "int32",
+    (GRAMMAR_STATES,),
+    "state that replaces a state from grammar_deadline on",
+    off=0,
+)
+# An input of packages that have `Features.num_speculative_tokens` as well.
+GRAMMAR_DRAFTS = TensorSpec(
+    "grammar_drafts",
+    "int32",
+    (GRAMMAR_STATES,),
+    "guess of the next token in a state; -1 = none",
+    off=-1,
+)
+GRAMMAR_TABLES: Final = (
+    GRAMMAR_CLASSES,
+    GRAMMAR_TRANSITIONS,
+    GRAMMAR_DISTANCES,
+    GRAMMAR_MAPS,
+    GRAMMAR_LATE,
 )
 # Inputs and outputs of packages with `Features.num_speculative_tokens`.
 PROMPT_LOOKUP = TensorSpec(
@@ -435,6 +501,9 @@ ADAPTIVE_ERROR = TensorSpec(
     "float32",
     (BATCH,),
     "mean probability of the row's tokens less adaptive_target",
+)
+GRAMMAR_STATE = TensorSpec(
+    "grammar_state", "int32", (BATCH,), "the row's state in grammar_transitions; 0 = no grammar"
 )
 # The states that a filter keeps.
 FILTER_STATES: Final = {"xtc": XTC_NOISE, "mirostat": MIROSTAT_MU, "adaptive_p": ADAPTIVE_ERROR}

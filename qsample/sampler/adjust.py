@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from qsample.contract.tensors import LONGEST_MATCH
+from qsample.sampler import grammar
 from qsample.sampler.call import Call, Columns
 from qsample.sampler.tensor import (
     FLOAT,
@@ -34,6 +35,8 @@ from qsample.sampler.tensor import (
 _BYTE_VALUES = 256
 _BITS_PER_BYTE = 8
 _BYTES_PER_WORD = 4
+# A word of `allowed_tokens` whose tokens may all be sampled.
+_ALL_ALLOWED = -1
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # DRY's penalty is finite: infinity would make a logit invalid.
 _LARGEST_PENALTY = 1e30
@@ -43,11 +46,7 @@ _LARGEST_EXPONENT = 1e4
 
 def adjusted_logits(call: Call) -> Tensor:
     """The logits that filters and the argmax see: [B, V] float32."""
-    logits = call["logits"]
-    if call.features.allowed_tokens:
-        logits = _mask_disallowed(
-            logits, call["allowed_tokens"], call.vocab, narrow=call.for_webgpu
-        )
+    logits = _masked(call, call["logits"])
     if call.features.logit_bias:
         logits = _add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
     past = None
@@ -61,12 +60,79 @@ def adjusted_logits(call: Call) -> Tensor:
     return logits if past is None else _dry(call, logits, past)
 
 
-def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
-    """Set the logits of forbidden tokens to -inf.
+def _masked(call: Call, logits: Tensor) -> Tensor:
+    """The logits, -inf for the tokens that a mask or a grammar forbids: [B, V] float32.
+
+    With control flow, only the rows that have a mask or a grammar are touched.
+    """
+    features = call.features
+    if not (features.allowed_tokens or features.grammars):
+        return logits
+    has_mask = _has_mask(call) if features.allowed_tokens else None
+    has_grammar = call["grammar_state"] > 0 if features.grammars else None
+    if call.captured:
+        return logits + _sum_of_masks(call, has_mask, has_grammar, None)
+    is_masked = has_mask if has_grammar is None else has_grammar
+    if has_mask is not None and has_grammar is not None:
+        is_masked = has_mask | has_grammar
+    assert is_masked is not None
+
+    def masked_rows() -> tuple[Tensor, Tensor]:
+        rows = op("NonZero", is_masked).squeeze(0)
+        return rows.unsqueeze(), _sum_of_masks(call, has_mask, has_grammar, rows)
+
+    def no_rows() -> tuple[Tensor, Tensor]:
+        rows = constant(np.zeros((0, 1), np.int64))
+        return rows, constant(np.zeros((0, call.vocab), np.float32))
+
+    rows, masks = branch(is_masked.any(), masked_rows, no_rows)
+    # ONNX Runtime does it in place if it owns the buffer of the logits.
+    return op("ScatterND", logits, rows, masks, reduction="add")
+
+
+def _sum_of_masks(
+    call: Call, has_mask: Tensor | None, has_grammar: Tensor | None, rows: Tensor | None
+) -> Tensor:
+    """The masks of `allowed_tokens` and of grammars together: [n, V] float32.
 
     Args:
-        logits: [B, V] float32.
-        allowed_tokens: the bitmask, [B, ceil(V / 32)] int32.
+        call: the inputs of the call.
+        has_mask: [B] bool, the rows with a mask that forbids something; None without the feature.
+        has_grammar: [B] bool, the rows with a grammar; None without the feature.
+        rows: [n] int64, the rows of the call that get a mask; None for all.
+    """
+    masks: list[Tensor] = []
+    if has_mask is not None:
+        words = call["allowed_tokens"] if rows is None else call["allowed_tokens"].rows(rows)
+        masks.append(
+            call.branch(
+                has_mask,
+                lambda: _mask_of_bits(words, call.vocab, narrow=call.for_webgpu),
+                _no_mask,
+            )
+        )
+    if has_grammar is not None:
+        masks.append(call.branch(has_grammar, lambda: grammar.mask(call, rows), _no_mask))
+    return masks[0] if len(masks) == 1 else masks[0] + masks[1]
+
+
+def _no_mask() -> Tensor:
+    """A placeholder for a mask that allows every token."""
+    return constant(np.zeros((1, 1), np.float32))
+
+
+def _has_mask(call: Call) -> Tensor:
+    """Whether `allowed_tokens` forbids a token of a row: [B] bool."""
+    # The maximum is of float32, because CUDA has no maximum of bools.
+    forbids = (~call["allowed_tokens"].equals(_ALL_ALLOWED)).to(FLOAT)
+    return forbids.max(keep=False) > 0
+
+
+def _mask_of_bits(allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor:
+    """0 for allowed tokens and -inf for others: [n, V] float32.
+
+    Args:
+        allowed_tokens: the bitmask, [n, ceil(V / 32)] int32.
         vocab: V.
         narrow: compute with integers of 32 bits, which takes twice as long on the CPU.
     """
@@ -78,7 +144,7 @@ def _mask_disallowed(logits: Tensor, allowed_tokens: Tensor, vocab: int, *, narr
     mask = op("Gather", masks, mask_bytes).reshape(0, -1)
     if vocab % (_BITS_PER_BYTE * _BYTES_PER_WORD):
         mask = mask.columns(0, vocab)
-    return logits + mask
+    return mask
 
 
 def _bytes(words: Tensor) -> Tensor:

@@ -10,11 +10,18 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.contract.tensors import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
+from qsample.contract.tensors import (
+    GRAMMAR_STATE,
+    INVALID_LOGITS,
+    LENGTH,
+    RUNNING,
+    STOPPED,
+)
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import Call, Columns, count_up
 from qsample.sampler.draw import Draw
+from qsample.sampler.grammar import grammar_state
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -59,6 +66,8 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
         "tokens": tokens,
         "output_counts": counts,
     }
+    if call.features.grammars:
+        states[GRAMMAR_STATE.name] = grammar_state(call, draw.token, draw.emitted)
     return states | filter_states(call, draw)
 
 

@@ -2,8 +2,8 @@
 
 The drafter makes the guesses of each row. They follow the newest token of the row, and the model
 reads them in the same call. The verifier keeps the guesses that the sampler draws as well. Guesses
-are the `draft_ids` of the host, or the tokens that followed when the newest tokens of the row
-occurred in its text before (prompt lookup; Saxena 2023,
+are the `draft_ids` of the host, the tokens that the grammar of the row suggests, or the tokens that
+followed when the newest tokens of the row occurred in its text before (prompt lookup; Saxena 2023,
 https://github.com/apoorvumang/prompt-lookup-decoding).
 
 A wrong guess costs time, so a row only makes guesses that are likely to pay. Their number grows
@@ -34,6 +34,10 @@ from qsample.contract.tensors import (
     CANDIDATES,
     EMIT,
     EXTRA_PARAMETERS,
+    GRAMMAR_DEADLINE,
+    GRAMMAR_DRAFTS,
+    GRAMMAR_STATE,
+    GRAMMAR_TABLES,
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
@@ -55,6 +59,7 @@ from qsample.contract.tensors import (
     TensorSpec,
     retained_name,
 )
+from qsample.sampler import grammar
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call, count_up
@@ -107,8 +112,11 @@ PLACES = TensorSpec(
     "step_places", "int64", (BATCH, _WIDTH), "the draw after 0, 1, … guesses of a row"
 )
 GUESS_IDS = TensorSpec("step_guesses", "int64", (BATCH, _WIDTH), "the guesses, -1 after them")
-# The outputs of the drafter that the verifier reads.
-VERIFIER_INPUTS: Final = (STEP_IDS, PLACE_ROWS, PLACE_COLUMNS, PLACES, GUESS_IDS)
+# An output of packages with grammars.
+GUESS_STATES = TensorSpec(
+    "step_grammar_states", "int32", (BATCH, _WIDTH), "grammar_state after 0, 1, … guesses of a row"
+)
+_VERIFIER_INPUTS: Final = (STEP_IDS, PLACE_ROWS, PLACE_COLUMNS, PLACES, GUESS_IDS)
 _DRAFTER_OUTPUTS: Final = (
     STEP_IDS,
     STEP_LENGTHS,
@@ -123,6 +131,8 @@ _DRAFTER_OUTPUTS: Final = (
     GUESS_IDS,
 )
 
+# The inputs of the sampler that are the same for all rows.
+_SHARED_INPUTS: Final = frozenset(spec.name for spec in GRAMMAR_TABLES)
 # The lengths of matches, each twice the one before, in tokens.
 _MATCH_LENGTHS: Final = (2, 4, 8)
 # Before the first guess, a match of each length counts as so many right guesses and _PRIOR_MISSES
@@ -146,9 +156,15 @@ def drafter_spec(interface: Interface, *, packed: bool) -> GraphSpec:
     for name in interface.features.filters:
         if name in STATEFUL_FILTERS:
             inputs.append(EXTRA_PARAMETERS[name][0])
+    states = [LENGTHS, STATUS, TOKENS]
+    outputs = list(_DRAFTER_OUTPUTS)
+    if interface.features.grammars:
+        inputs += [GRAMMAR_DEADLINE, *interface.grammar_tables]
+        states.append(GRAMMAR_STATE)
+        outputs.append(GUESS_STATES)
     if packed:
         inputs.append(ROW_MULTIPLE)
-    return GraphSpec(tuple(inputs), (LENGTHS, STATUS, TOKENS), _DRAFTER_OUTPUTS)
+    return GraphSpec(tuple(inputs), tuple(states), tuple(outputs))
 
 
 def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
@@ -170,8 +186,21 @@ def build_drafter(interface: Interface, *, packed: bool) -> ir.Model:
         running = inputs["status"].equals(RUNNING) & (inputs["input_lengths"] > 0)
         guesses = _guesses(interface, inputs, running)
         layout = _layout(inputs, running, guesses, packed=packed)
+        if interface.features.grammars:
+            layout[GUESS_STATES.name] = _states_along(inputs, guesses)
         set_outputs(graph, interface, spec.outputs, layout)
     return finished(graph)
+
+
+def _states_along(inputs: Mapping[str, Tensor], guesses: Tensor) -> Tensor:
+    """The outputs GUESS_STATES."""
+    state = inputs[GRAMMAR_STATE.name]
+    shape = op("Concat", size(guesses, 0), size(guesses, 1) + 1, axis=0)
+    return branch(
+        (state > 0).any(),
+        lambda: grammar.states_along(inputs, guesses),
+        lambda: op("Expand", state.unsqueeze(), shape),
+    )
 
 
 def _layout(
@@ -266,8 +295,9 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
         may_guess = may_guess & ~(inputs["adaptive_target"] >= 0)
     drafts = inputs["draft_ids"]
     has_draft = drafts.columns(0, 1).squeeze() >= 0
-    looks_up = may_guess & (inputs["prompt_lookup_num_tokens"] > 0) & ~has_draft
-    guessing = (may_guess & has_draft) | looks_up
+    has_suggestion = _has_suggestion(interface, inputs, has_draft)
+    looks_up = may_guess & (inputs["prompt_lookup_num_tokens"] > 0) & ~has_suggestion
+    guessing = (may_guess & has_suggestion) | looks_up
     single = size(inputs["input_ids"], 1).equals(1)
     capacity = size(inputs["tokens"], 1).to(INT32)
 
@@ -282,8 +312,14 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
             lambda: _looked_up(inputs, looks_up, guessing, most),
             lambda: (drafts.to(INT64), inputs["lengths"] * 0),
         )
-        ids = where(has_draft.unsqueeze(), drafts.to(INT64), lookup_ids)
-        count = where(has_draft, draft_count, lookup_count)
+        ids = lookup_ids
+        count = lookup_count
+        if interface.features.grammars:
+            grammar_ids, grammar_count = grammar.drafts(inputs, most)
+            ids = where((grammar_count > 0).unsqueeze(), grammar_ids, ids)
+            count = where(grammar_count > 0, grammar_count, count)
+        ids = where(has_draft.unsqueeze(), drafts.to(INT64), ids)
+        count = where(has_draft, draft_count, count)
         left = capacity - inputs["lengths"]
         room = minimum(inputs["max_length"] - inputs["lengths"], left) - 2
         is_running = inputs["status"].equals(RUNNING)
@@ -293,6 +329,18 @@ def _guesses(interface: Interface, inputs: Mapping[str, Tensor], running: Tensor
         return ids.columns(0, count.to(INT64).max(keep=False))
 
     return branch(op("And", guessing.any(), op("Squeeze", single)), some, none)
+
+
+def _has_suggestion(
+    interface: Interface, inputs: Mapping[str, Tensor], has_draft: Tensor
+) -> Tensor:
+    """Whether the host or the grammar of a row has a guess: [B] bool. has_draft: [B] bool, whether
+    the host has one."""
+    if not interface.features.grammars:
+        return has_draft
+    total = inputs["lengths"] + inputs["input_lengths"]
+    state = grammar.current_state(inputs, total)
+    return has_draft | (inputs[GRAMMAR_DRAFTS.name].rows(state) >= 0)
 
 
 def _looked_up(
@@ -396,13 +444,21 @@ def _longer(windows: Tensor, length: int) -> Tensor:
     return first & second
 
 
+def verifier_inputs(interface: Interface) -> tuple[TensorSpec, ...]:
+    """The outputs of the drafter that the verifier reads."""
+    if interface.features.grammars:
+        return (*_VERIFIER_INPUTS, GUESS_STATES)
+    return _VERIFIER_INPUTS
+
+
 def verifier_spec(interface: Interface) -> GraphSpec:
-    """The tensors of the verifier: those of the sampler, and VERIFIER_INPUTS.
+    """The tensors of the verifier: those of the sampler, and `verifier_inputs`.
 
     The logits are [V] after each token at which one is drawn.
     """
     plain = interface.without_guesses().sampler
-    return GraphSpec((*plain.inputs, *VERIFIER_INPUTS), plain.states, interface.sampler_outputs)
+    inputs = (*plain.inputs, *verifier_inputs(interface))
+    return GraphSpec(inputs, plain.states, interface.sampler_outputs)
 
 
 def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
@@ -427,6 +483,8 @@ def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
         drawn = draw(at_place, adjusted_logits(at_place), CANDIDATES)
         draws = _place_draws(inputs, drawn, next_status(at_place, drawn))
         states = _states(call, inputs, draws)
+        if interface.features.grammars:
+            states[GRAMMAR_STATE.name] = _grammar_states(at_place, drawn, inputs, draws)
         for name, state in filter_states(at_place, drawn).items():
             # A row whose state changes has no guesses, so its first place is its only place.
             states[name] = state.rows(inputs[PLACES.name].columns(0, 1).squeeze())
@@ -504,6 +562,15 @@ def _states(call: Call, inputs: Mapping[str, Tensor], draws: _PlaceDraws) -> dic
     }
 
 
+def _grammar_states(
+    at_place: Call, drawn: Draw, inputs: Mapping[str, Tensor], draws: _PlaceDraws
+) -> Tensor:
+    """The next value of `grammar_state`: [B] int32, the state after the last kept draw."""
+    after = grammar.grammar_state(at_place, drawn.token, drawn.emitted).rows(inputs[PLACES.name])
+    last = after.gather(draws.further().unsqueeze().to(INT64)).squeeze()
+    return where(draws.count > 0, last, inputs[GRAMMAR_STATE.name])
+
+
 def _new_tokens(
     interface: Interface, inputs: Mapping[str, Tensor], draws: _PlaceDraws, pad_token_id: int
 ) -> dict[str, Tensor]:
@@ -566,6 +633,11 @@ class _Places(Mapping[str, Tensor]):
             return self._rows[name]
         if name == INPUT_IDS.name:
             return self._rows[STEP_IDS.name].rows(rows)
+        if name in _SHARED_INPUTS:
+            return self._rows[name]
+        if name == GRAMMAR_STATE.name:
+            states = self._rows[GUESS_STATES.name].rows(rows)
+            return states.gather(columns.unsqueeze()).squeeze()
         value = self._rows[name].rows(rows)
         if name == INPUT_LENGTHS.name:
             return value + columns.to(INT32)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.helpers.reference_adjust import adjust
+from tests.helpers.reference_grammar import TABLE_NAMES, next_state
 from tests.helpers.reference_filters import (
     CANDIDATES,
     LOWEST,
@@ -87,6 +88,7 @@ def reference_step(
     """
     batch, vocab = logits.shape
     names = ("lengths", "status", "tokens", "output_counts", "mirostat_mu", "adaptive_error")
+    names += ("grammar_state",)
     state = {name: np.array(inputs[name]) for name in names if name in inputs}
     out = {
         "next_ids": np.full((batch, 1), pad_token_id, np.int64),
@@ -100,9 +102,13 @@ def reference_step(
     }
     searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
     for b in range(batch):
+        shared = {name: array for name, array in inputs.items() if name in TABLE_NAMES}
         row = {
-            name: np.asarray(array)[b] for name, array in inputs.items() if name != "searched_rows"
+            name: np.asarray(array)[b]
+            for name, array in inputs.items()
+            if name != "searched_rows" and name not in shared
         }
+        row |= shared
         _step_row(
             b,
             np.asarray(logits[b], np.float32),
@@ -137,7 +143,7 @@ def _step_row(
     tokens[length:total] = row["input_ids"][: min(n, capacity - length)]
 
     if row["emit"]:
-        adjusted = adjust(logits, row, tokens[: min(total, capacity)], total)
+        adjusted = adjust(logits, row, tokens[: min(total, capacity)], total, capacity)
         out["adjusted_logits"][b] = adjusted
         # A forbidden token's invalid logit still makes the row invalid.
         both = np.stack([logits, adjusted])
@@ -168,6 +174,8 @@ def _step_row(
         if total < capacity:
             tokens[total] = token
         state["output_counts"][b, token] += 1
+        if "grammar_state" in row:
+            state["grammar_state"][b] = next_state(row, total, token)
         if token in row["stop_ids"]:
             state["status"][b] = 1
         elif total + 1 >= row["max_length"] or total + 1 >= capacity:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tests.helpers.reference_grammar import forbidden
+
 Array = np.ndarray
 Row = Mapping[str, Array]
 _LONGEST_MATCH = 64  # tokens of DRY's longest match
 
 
-def adjust(logits: Array, row: Row, history: Array, total: int) -> Array:
+def adjust(logits: Array, row: Row, history: Array, total: int, capacity: int = 2**31 - 1) -> Array:
     """Step 2, in float32, an operation at a time: ties are judged on the float32 logits.
 
     Args:
@@ -19,8 +21,12 @@ def adjust(logits: Array, row: Row, history: Array, total: int) -> Array:
         row: the row's inputs; optional ones may be absent.
         history: [total] the row's tokens so far, those of this call included.
         total: how many they are.
+        capacity: T.
     """
     l = np.array(logits, np.float32)
+    if "grammar_state" in row:
+        with np.errstate(invalid="ignore"):
+            l[forbidden(row, len(l), capacity, total)] += -np.inf
     if "allowed_tokens" in row:
         words = np.ascontiguousarray(row["allowed_tokens"]).astype("<i4")
         l[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(l)] == 0] += -np.inf

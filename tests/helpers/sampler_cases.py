@@ -10,15 +10,27 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import CANDIDATES, EXTRA_PARAMETERS, PAD_STOP_ID, TensorSpec
+from qsample.contract.tensors import (
+    CANDIDATES,
+    EXTRA_PARAMETERS,
+    GRAMMAR_AXES,
+    PAD_STOP_ID,
+    TensorSpec,
+)
 from qsample.sampler import build_sampler
 from tests.helpers.reference import reference_step
+from tests.helpers.reference_grammar import random_tables
 
 PAD = 0
 Array = np.ndarray
 Step = Callable[[Array, Mapping[str, Array]], dict[str, Array]]
 ALL_FEATURES = Features(
-    logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, probs=True
+    logit_bias=True,
+    allowed_tokens=True,
+    grammars=True,
+    logprobs=True,
+    top_logprobs=3,
+    probs=True,
 )
 WITH_PROBS = Features(probs=True)
 
@@ -57,6 +69,10 @@ def make_inputs(
         "L": bad_words[1],
         "R": len(values.setdefault("searched_rows", np.arange(batch))),
     }
+    sizes |= dict.fromkeys(GRAMMAR_AXES, 1)
+    if "grammar_transitions" in values:
+        sizes["X"], sizes["Y"] = np.shape(values["grammar_transitions"])
+        sizes["Z"] = len(values["grammar_classes"])
     if not face.captured:
         del values["searched_rows"]
     defaults: dict[str, object] = {
@@ -213,6 +229,14 @@ def random_step(
             for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
         }
     values |= {name: draw(rng, batch) for name, draw in EXTRA_VALUES.items() if name not in values}
+    if face.features.grammars:
+        tables = random_tables(rng, vocab)
+        states = len(tables["grammar_maps"])
+        values |= tables
+        values["grammar_state"] = np.where(
+            rng.random(batch) < 0.3, 0, rng.integers(0, states, batch)
+        )
+        values["grammar_deadline"] = pick(2**31 - 1, 0, 10, 22)
     known = {spec.name for spec in (*face.sampler.inputs, *face.sampler.states)}
     values = {name: value for name, value in values.items() if name in known}
     sizes = {"stops": 3, "biases": 4, "breakers": 2}

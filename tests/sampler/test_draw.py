@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
 from tests.helpers.reference import distribution
+from tests.helpers.reference_grammar import TABLE_NAMES
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,
     WITH_PROBS,
@@ -84,7 +85,10 @@ def check_batches(face: Interface, seed: int, steps: int) -> None:
         logits, inputs = random_step(rng, face, 7, sequence=2)
         whole = step(logits, inputs)
         for rows in parts_of(rng, 7):
-            part = {name: array[rows] for name, array in inputs.items()}
+            part = {
+                name: array if name in TABLE_NAMES else array[rows]
+                for name, array in inputs.items()
+            }
             if face.captured:
                 part["searched_rows"] = np.arange(len(rows))
             for name, found in step(logits[rows], part).items():

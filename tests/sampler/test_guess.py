@@ -12,8 +12,15 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS
+from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, GRAMMAR_AXES
 from qsample.sampler.guess import build_drafter, build_verifier, drafter_spec
+from tests.helpers.reference_grammar import (
+    TABLE_NAMES,
+    after_token,
+    drafted,
+    random_tables,
+    state_in_time,
+)
 from tests.helpers.sampler_cases import PAD, opened, random_step, sampler
 
 Array = np.ndarray
@@ -43,6 +50,10 @@ def step(
         "prompt_lookup_num_tokens": chosen.num_speculative_tokens,
         "row_multiple": 1,
     }
+    sizes |= dict.fromkeys(GRAMMAR_AXES, 1)
+    if "grammar_transitions" in values:
+        sizes["X"], sizes["Y"] = np.shape(values["grammar_transitions"])  # type: ignore[arg-type]
+        sizes["Z"] = len(values["grammar_classes"])  # type: ignore[arg-type]
     tokens = np.array([[*text, *[text[0]] * (CAPACITY - len(text))] for text in texts])
     for row, text in enumerate(texts):
         tokens[row, len(text) - 1] = 49  # the newest token is that of input_ids
@@ -145,6 +156,71 @@ def test_host_drafts_come_first_and_end_at_the_first_id_that_is_none() -> None:
     )
 
 
+def test_grammars_suggest_guesses() -> None:
+    """After the host's drafts, before those of lookup; and the states after each guess, whoever made it."""
+    rng, suggested, looked_up = np.random.default_rng(3), 0, 0
+    chosen = features(grammars=True)
+    for _ in range(30):
+        texts = [random_text(rng, 40) for _ in range(4)]
+        tables = random_tables(rng, VOCAB)
+        tables["grammar_drafts"][1:] = np.where(
+            rng.random(11) < 0.8, rng.integers(0, VOCAB, 11), -1
+        )
+        states = np.array([0, *rng.integers(1, 12, 3)])
+        deadlines = rng.choice([2**31 - 1, 0, 30], 4)
+        host = np.full((4, 7), -1)
+        if rng.random() < 0.3:
+            host[3, :2] = rng.integers(0, VOCAB, 2)
+        values = {"grammar_state": states, "grammar_deadline": deadlines, "draft_ids": host}
+        result = step(texts, chosen, **tables, **values)
+        wanted = []
+        for row, text in enumerate(texts):
+            given = {"grammar_state": states[row], "grammar_deadline": deadlines[row], **tables}
+            ids = host[row][host[row] >= 0].tolist() or drafted(given, len(text), 7)
+            suggested += len(ids)
+            if not ids:
+                ids = expected(text, 4, 7)
+                looked_up += len(ids)
+            wanted.append(ids)
+        found = guesses(result)
+        # How many rows guess decides how many guesses of lookup are worth their time.
+        for row, ids in enumerate(wanted):
+            if host[row, 0] >= 0 or drafted(
+                {"grammar_state": states[row], "grammar_deadline": deadlines[row], **tables},
+                len(texts[row]),
+                7,
+            ):
+                assert found[row] == ids
+        inputs = {
+            "grammar_state": states,
+            "grammar_deadline": deadlines,
+            "lengths": np.array([len(text) - 1 for text in texts]),
+            "input_lengths": np.ones(4, int),
+            **tables,
+        }
+        reached = states_along(inputs, result["step_guesses"])
+        for row, ids in enumerate(found):
+            last = next(
+                (
+                    n
+                    for n in range(len(ids))
+                    if not _allows(inputs, row, reached[row, n], n, ids[n])
+                ),
+                len(ids),
+            )
+            got = result["step_grammar_states"][row, : last + 1]
+            np.testing.assert_array_equal(got, reached[row, : last + 1])
+    assert suggested > 50
+    assert looked_up > 10
+
+
+def _allows(inputs: Mapping[str, Array], row: int, state: int, place: int, token: int) -> bool:
+    given = {name: array for name, array in inputs.items() if name in TABLE_NAMES}
+    given |= {"grammar_state": state, "grammar_deadline": inputs["grammar_deadline"][row]}
+    total = int(inputs["lengths"][row]) + 1 + place
+    return after_token(given, state_in_time(given, total), token) >= 0
+
+
 def test_rows_that_do_not_guess() -> None:
     text = [1, 2, 3, 4] * 5
     chosen = features(allowed_tokens=True, filters=("mirostat", "adaptive_p"))
@@ -230,7 +306,12 @@ Array = np.ndarray
 GUESSES = 4
 FILTERS = tuple(EXTRA_PARAMETERS)
 EVERYTHING = Features(
-    logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3, filters=FILTERS
+    logit_bias=True,
+    allowed_tokens=True,
+    grammars=True,
+    logprobs=True,
+    top_logprobs=3,
+    filters=FILTERS,
 )
 RETAINED = "_RetainedState"
 
@@ -276,6 +357,24 @@ def layout(guesses: Array, ids: Array) -> dict[str, Array]:
     }
 
 
+def states_along(inputs: Mapping[str, Array], guesses: Array) -> Array:
+    """The grammar's state after 0, 1, … guesses of each row. guesses: [B, g + 1], -1 after the last."""
+    states = np.repeat(inputs["grammar_state"][:, None], guesses.shape[1], 1)
+    for row, ids in enumerate(guesses):
+        given = {name: array for name, array in inputs.items() if name in TABLE_NAMES}
+        given["grammar_deadline"] = inputs["grammar_deadline"][row]
+        given["grammar_state"] = inputs["grammar_state"][row]
+        total = int(inputs["lengths"][row] + inputs["input_lengths"][row])
+        for place, token in enumerate(ids[ids >= 0]):
+            given["grammar_state"] = after_token(
+                given, state_in_time(given, total + place), int(token)
+            )
+            if given["grammar_state"] < 0:  # no draw is this guess
+                break
+            states[row, place + 1 :] = given["grammar_state"]
+    return states
+
+
 def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
     """Compare a random step. Returns how many tokens it gave beyond one a row."""
     plain = face.without_guesses()
@@ -302,6 +401,8 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
     guesses[np.arange(most) >= count[:, None]] = -1
     given = layout(guesses[:, : max(count, default=0)], inputs["input_ids"])
     at = (given["step_columns"], given["step_rows"])
+    if face.features.grammars:
+        given["step_grammar_states"] = states_along(inputs, given["step_guesses"])
     session = verifier(face)
     names = [output.name for output in session.get_outputs()]
     feeds = {**inputs, **given, "logits": logits[at].astype(np.float32)}
@@ -359,7 +460,7 @@ def check(face: Interface, rng: np.random.Generator, rows: int = 12) -> int:
 VERIFIED = [
     Interface(300, (), features=replace(features, num_speculative_tokens=GUESSES))
     for features in (
-        Features(logprobs=True, top_logprobs=3),
+        Features(logprobs=True, top_logprobs=3, grammars=True),
         EVERYTHING,
         replace(EVERYTHING, filter_order=FILTER_ORDERS[1]),
     )

@@ -44,9 +44,9 @@ from qsample.sampler.guess import (
     STEP_IDS,
     STEP_LENGTHS,
     TOKENS_AT,
-    VERIFIER_INPUTS,
     build_drafter,
     build_verifier,
+    verifier_inputs,
 )
 
 _PREFIX: Final = "guess."
@@ -110,7 +110,7 @@ def check_guesses(model: ir.Model, interface: Interface, pad_token_id: int, *, p
     values[INPUT_IDS.name].replace_all_uses_with(ids)
     values[INPUT_LENGTHS.name].replace_all_uses_with(values[STEP_LENGTHS.name])
 
-    graph.outputs.extend(values[spec.name] for spec in VERIFIER_INPUTS)
+    graph.outputs.extend(values[spec.name] for spec in verifier_inputs(interface))
     append_sampler(model, build_verifier(interface, pad_token_id), interface.decoder)
     if packed:
         # `interface` has no row multiple, so `append_sampler` did not keep this input.
