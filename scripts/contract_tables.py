@@ -77,7 +77,8 @@ def parameters(specs: Iterable[TensorSpec]) -> str:
 def states() -> str:
     """Each retained state with the output of its next value; the cache of layer `{i}` is a pair of rows."""
     rows = []
-    for spec in (*contract.SAMPLER_STATES, *contract.FILTER_STATES.values()):
+    sampler_states = (*contract.SAMPLER_STATES, contract.GRAMMAR_STATE)
+    for spec in (*sampler_states, *contract.FILTER_STATES.values()):
         after = "— (read-only)" if spec.read_only else f"`{contract.retained_name(spec.name)}`"
         rows.append([f"`{spec.name}`", after, spec.dtype, axes(spec), spec.meaning])
     for spec in Interface(vocab_size=1, key_values=(KeyValueShape(1, 1),)).cache_states:
@@ -224,6 +225,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "row_multiple": lambda: tensors((contract.ROW_MULTIPLE,)),
     "speculation": speculation,
     "adapters": adapters,
+    "grammars": lambda: parameters(
+        (contract.GRAMMAR_DEADLINE, *contract.GRAMMAR_TABLES, contract.GRAMMAR_DRAFTS)
+    ),
     "images": images,
     "states": states,
     "outputs": outputs,

@@ -87,7 +87,13 @@ def module() -> str:
         "PARAMETERS": contract.PARAMETERS,
         "LOGIT_BIAS_INPUTS": contract.LOGIT_BIAS_INPUTS,
         "ALLOWED_TOKENS": (contract.ALLOWED_TOKENS,),
-        "STATES": (*contract.SAMPLER_STATES, *contract.FILTER_STATES.values()),
+        "GRAMMAR_INPUTS": (contract.GRAMMAR_DEADLINE,),
+        "GRAMMAR_TABLES": contract.GRAMMAR_TABLES,
+        "STATES": (
+            *contract.SAMPLER_STATES,
+            contract.GRAMMAR_STATE,
+            *contract.FILTER_STATES.values(),
+        ),
         "OUTPUTS": (
             contract.NEXT_IDS,
             contract.LOGPROBS,
@@ -97,6 +103,7 @@ def module() -> str:
     }
     tables: dict[str, tuple[str, Any]] = {
         "CONTRACT_VERSION": ("string", contract.CONTRACT_VERSION),
+        "GRAMMARS_VERSION": ("string", contract.GRAMMARS_VERSION),
         "STATUS_NAMES": (
             "readonly string[]",
             [name for _, name in sorted(contract.STATUS_NAMES.items())],
@@ -107,7 +114,7 @@ def module() -> str:
         "CANDIDATES": ("number", contract.CANDIDATES),
         "PAD_ID": ("number", contract.PAD_STOP_ID),
         "LONGEST_MATCH": ("number", contract.LONGEST_MATCH),
-        "ROW_AXES": ("readonly string[]", list(contract.ROW_AXES)),
+        "HOST_AXES": ("readonly string[]", list(contract.HOST_AXES)),
         "DEFAULT_NEW_TOKENS": ("number", sampling_params.DEFAULT_NEW_TOKENS),
         "HF_DEFAULT_TOP_K": ("number", sampling_params.HF_DEFAULT_TOP_K),
         **{name: ("readonly TensorSpec[]", _tensors(value)) for name, value in specs.items()},

@@ -20,6 +20,7 @@ export interface NumberSpec {
 }
 
 export const CONTRACT_VERSION: string = "2.0";
+export const GRAMMARS_VERSION: string = "2.4";
 export const STATUS_NAMES: readonly string[] = ["running", "stop", "length", "invalid"];
 export const RUNNING: number = 0;
 export const STOPPED: number = 1;
@@ -27,7 +28,7 @@ export const INVALID_LOGITS: number = 3;
 export const CANDIDATES: number = 64;
 export const PAD_ID: number = -1;
 export const LONGEST_MATCH: number = 64;
-export const ROW_AXES: readonly string[] = ["E", "N", "D", "Q", "L", "F"];
+export const HOST_AXES: readonly string[] = ["E", "N", "D", "Q", "L", "F", "X", "Y", "Z"];
 export const DEFAULT_NEW_TOKENS: number = 256;
 export const HF_DEFAULT_TOP_K: number = 50;
 export const PARAMETERS: readonly TensorSpec[] = [
@@ -49,12 +50,23 @@ export const LOGIT_BIAS_INPUTS: readonly TensorSpec[] = [
 export const ALLOWED_TOKENS: readonly TensorSpec[] = [
   {"name": "allowed_tokens", "dtype": "int32", "axes": ["B", "W"], "off": -1, "readOnly": false},
 ];
+export const GRAMMAR_INPUTS: readonly TensorSpec[] = [
+  {"name": "grammar_deadline", "dtype": "int32", "axes": ["B"], "off": 2147483647, "readOnly": false},
+];
+export const GRAMMAR_TABLES: readonly TensorSpec[] = [
+  {"name": "grammar_classes", "dtype": "int32", "axes": ["Z", "V"], "off": 0, "readOnly": false},
+  {"name": "grammar_transitions", "dtype": "int32", "axes": ["X", "Y"], "off": 0, "readOnly": false},
+  {"name": "grammar_distances", "dtype": "int32", "axes": ["X"], "off": 0, "readOnly": false},
+  {"name": "grammar_maps", "dtype": "int32", "axes": ["X"], "off": 0, "readOnly": false},
+  {"name": "grammar_late", "dtype": "int32", "axes": ["X"], "off": 0, "readOnly": false},
+];
 export const STATES: readonly TensorSpec[] = [
   {"name": "lengths", "dtype": "int32", "axes": ["B"], "off": null, "readOnly": false},
   {"name": "status", "dtype": "int32", "axes": ["B"], "off": null, "readOnly": false},
   {"name": "tokens", "dtype": "int32", "axes": ["B", "T"], "off": null, "readOnly": false},
   {"name": "output_counts", "dtype": "float32", "axes": ["B", "V"], "off": null, "readOnly": false},
   {"name": "noise", "dtype": "float32", "axes": ["B", "T"], "off": null, "readOnly": true},
+  {"name": "grammar_state", "dtype": "int32", "axes": ["B"], "off": null, "readOnly": false},
   {"name": "xtc_noise", "dtype": "float32", "axes": ["B", "T"], "off": null, "readOnly": true},
   {"name": "mirostat_mu", "dtype": "float32", "axes": ["B"], "off": null, "readOnly": false},
   {"name": "adaptive_error", "dtype": "float32", "axes": ["B"], "off": null, "readOnly": false},

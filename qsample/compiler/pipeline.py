@@ -34,7 +34,7 @@ from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv
 from qsample.compiler.quantize.walk import Calibration, calibrated_levels
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, ROW_AXES
+from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, HOST_AXES
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.image_blocks import cut_image_blocks, see_whole_images
@@ -304,7 +304,11 @@ def quantize_matrices(build: Build, pads: bool) -> None:
     assert plan.weights is not None
     if plan.calibrated:
         progress = build.stages.begin(Stage.FITTING)
-        axes = {**plan.source.interface.sizes, CAPACITY: plan.ctx_len, **dict.fromkeys(ROW_AXES, 1)}
+        axes = {
+            **plan.source.interface.sizes,
+            CAPACITY: plan.ctx_len,
+            **dict.fromkeys(HOST_AXES, 1),
+        }
         caches = [state.name for state in plan.interface.cache_states if CAPACITY in state.axes]
         calibration = Calibration(build.texts, axes, caches, build.scratch, progress)
         calibrate = partial(calibrated_levels, calibration=calibration)

@@ -78,10 +78,18 @@ TOKEN_CLASSES: Final = "Y"
 CLASS_MAPS: Final = "Z"
 HEIGHT: Final = "tile_height"
 WIDTH: Final = "tile_width"
-# A host chooses the sizes of these axes; the size is 1 for a value that is off.
-ROW_AXES: Final = (STOPS, BIASES, BREAKERS, BAD_WORDS, BAD_WORD_LENGTH, IMAGE_TOKENS)
-# The axes of the tables of grammars. Each size is 1 if no grammar is bound.
+# The axes of the tables of grammars.
 GRAMMAR_AXES: Final = (GRAMMAR_STATES, TOKEN_CLASSES, CLASS_MAPS)
+# A host chooses the sizes of these axes; the size is 1 for a value that is off.
+HOST_AXES: Final = (
+    STOPS,
+    BIASES,
+    BREAKERS,
+    BAD_WORDS,
+    BAD_WORD_LENGTH,
+    IMAGE_TOKENS,
+    *GRAMMAR_AXES,
+)
 AXIS_MEANINGS: Final = {
     BATCH: "rows (batch)",
     SEQUENCE: "new tokens per row",

@@ -22,7 +22,7 @@ from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
     LENGTHS,
-    ROW_AXES,
+    HOST_AXES,
     ROW_MULTIPLE,
     SEQUENCE,
     retained_name,
@@ -172,7 +172,7 @@ class GraphRunner:
             SEQUENCE: ids.shape[1],
             CAPACITY: self._capacity,
         }
-        sizes |= dict.fromkeys(ROW_AXES, 1)
+        sizes |= dict.fromkeys(HOST_AXES, 1)
         given = {
             **state,
             "input_ids": ids.astype(np.int64),

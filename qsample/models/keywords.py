@@ -39,6 +39,7 @@ class FeatureKeywords(TypedDict, total=False):
     return_pdfs: bool
     logit_bias: bool
     allowed_tokens: bool
+    grammars: bool
     logprobs: bool
     top_logprobs: int
     filters: Sequence[str]

@@ -13,7 +13,7 @@ from qsample.contract.tensors import (
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
-    ROW_AXES,
+    HOST_AXES,
     SEARCHED,
     SEARCHED_ROWS,
     SEQUENCE,
@@ -69,7 +69,7 @@ class Stepper:
             CAPACITY: capacity,
             SEARCHED: rows,
         }
-        self._sizes |= dict.fromkeys(ROW_AXES, 1)
+        self._sizes |= dict.fromkeys(HOST_AXES, 1)
         self.specs = tuple(
             one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states
         )

@@ -59,6 +59,14 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
+def _budget(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not is_integer(value, 0):
+        refuse(name, value, "an integer >= 0, or None for no limit")
+    return int(value)
+
+
 def _seconds(name: str, value: Any) -> float | None:
     if value is None:
         return None
@@ -93,6 +101,10 @@ class Call:
             pad token.
         bos: the token id that replaces an empty prompt; by default the package's.
         chat: the options of chat messages.
+        grammar: the grammar that the answers follow, see `CausalLM.grammar`: one for all prompts, or
+            a list with the grammar of each prompt, None for any text. Needs the feature `grammars`.
+        thinking_token_budget: the largest number of tokens of the thoughts of each answer; None for
+            no limit. Needs a grammar whose answers have thoughts.
         prediction: the text or the token ids that the continuation of a single prompt is expected
             to have. Packages that were compiled with num_speculative_tokens guess these tokens.
             This changes the speed only.
@@ -115,6 +127,8 @@ class Call:
         default=None, metadata=_keyword(in_config=True)
     )
     allowed_tokens: Any = field(default=None, metadata=_keyword())
+    grammar: Any = field(default=None, metadata=_keyword())
+    thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
     outputs: Any = field(default=None, metadata=_keyword())
     prediction: Any = field(default=None, metadata=_keyword())
     stopping_criteria: Any = field(default=None, metadata=_keyword())

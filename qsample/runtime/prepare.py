@@ -19,6 +19,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import (
     ALLOWED_TOKENS,
     DRAFT_IDS,
+    GRAMMAR_DEADLINE,
     MASK_WORDS,
     PAD_STOP_ID,
     PROMPT_LOOKUP,
@@ -26,7 +27,14 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
-from qsample.request.sampling_params import NUM_DRAWN_SEEDS, NUM_SEEDS, OFF_VALUES, SamplingParams
+from qsample.request.sampling_params import (
+    INT32_MAX,
+    NUM_DRAWN_SEEDS,
+    NUM_SEEDS,
+    OFF_VALUES,
+    SamplingParams,
+)
+from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import (
     PROMPT_CONTEXT_TOKENS,
     GeneratedText,
@@ -103,6 +111,8 @@ def make_sequences(
     has_mask_function = callable(call.allowed_tokens)
     output_names = _output_names(call.outputs, interface)
     expected_tokens = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
+    grammars = _grammars(call.grammar, len(prompts), interface)
+    _check_budget(call.thinking_token_budget, grammars)
     sequences: list[Sequence] = []
     for row, seed in enumerate(seeds):
         index = row // rows_per_prompt
@@ -116,7 +126,9 @@ def make_sequences(
                 token_ids.eos,
                 padding=prompt.padding,
                 allowed_tokens=None if masks is None else masks[row],
+                thinking_token_budget=call.thinking_token_budget,
             )
+            _check_room(grammars[index], parameters, len(prompt.ids))
         except ValueError as error:
             if len(prompts) == 1:
                 raise
@@ -139,6 +151,7 @@ def make_sequences(
             expected_tokens=None if has_mask_function else expected_tokens,
             adapter=fitted[index].adapter,
             output_names=output_names,
+            grammar=grammars[index],
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         sequences.append(Sequence(request, Delivery(text), images))
@@ -380,6 +393,7 @@ _COMPUTED_INPUTS: Final = frozenset(
         "max_length",
         ALLOWED_TOKENS.name,
         DRAFT_IDS.name,
+        GRAMMAR_DEADLINE.name,
     }
 )
 
@@ -393,6 +407,7 @@ def parameter_row(
     *,
     padding: int = 0,
     allowed_tokens: Array | None = None,
+    thinking_token_budget: int | None = None,
 ) -> dict[str, Array]:
     """A row of every name of `Interface.parameters` except `draft_ids`.
 
@@ -404,6 +419,7 @@ def parameter_row(
         default_stops: the stop tokens if eos_token_id is None.
         padding: the number of tokens of padding, as for `SamplingParams.lengths`.
         allowed_tokens: an int32 bitmask, [W]; by default all tokens are allowed.
+        thinking_token_budget: the largest number of tokens of the thoughts; None for no limit.
 
     Returns:
         The values by name: scalars, [n], or [q, l].
@@ -422,7 +438,90 @@ def parameter_row(
     row["stop_ids"] = _ids("eos_token_id", stops, interface.vocab_size)
     row |= _logit_bias(interface, params)
     row |= _allowed_tokens(interface, allowed_tokens)
+    if interface.features.grammars:
+        row[GRAMMAR_DEADLINE.name] = _deadline(prompt_length, thinking_token_budget)
     return row
+
+
+def _deadline(prompt_length: int, thinking_token_budget: int | None) -> Array:
+    """The number of tokens of a row from which its thoughts have to end, prompt included."""
+    if thinking_token_budget is None:
+        return _scalar(INT32_MAX, GRAMMAR_DEADLINE.dtype)
+    return _scalar(min(prompt_length + thinking_token_budget, INT32_MAX), GRAMMAR_DEADLINE.dtype)
+
+
+def _grammars(given: Any, prompts: int, interface: Interface) -> list[TokenGrammar | None]:
+    """The grammar of each prompt; None for any text. Raises ValueError.
+
+    Args:
+        given: a grammar, or a list with the grammar or None for each prompt; None without any.
+        prompts: the number of prompts.
+        interface: the interface of the package.
+    """
+    if given is None or isinstance(given, TokenGrammar):
+        chosen = [given] * prompts
+    elif isinstance(given, abc.Sequence) and len(given) == prompts:
+        chosen = list(given)
+    else:
+        refuse("grammar", given, "a result of CausalLM.grammar, or a list with one for each prompt")
+    for grammar in chosen:
+        if grammar is not None:
+            _check_grammar(grammar, interface)
+    return chosen
+
+
+def _check_grammar(grammar: Any, interface: Interface) -> None:
+    """Raise ValueError unless a package takes a grammar."""
+    if not isinstance(grammar, TokenGrammar):
+        refuse("grammar", grammar, "a result of CausalLM.grammar")
+    if not interface.features.grammars:
+        raise ValueError(
+            "a grammar is given, and the package was exported without grammars; export the model "
+            "again with grammars=True (--grammars, or --for-serving)"
+        )
+    vocab_size = len(grammar.classes)
+    if vocab_size != interface.vocab_size:
+        raise ValueError(
+            f"the grammar is for {vocab_size} tokens, and the model has {interface.vocab_size}; make "
+            "it with this package"
+        )
+
+
+def _check_budget(budget: int | None, grammars: list[TokenGrammar | None]) -> None:
+    """Raise ValueError if a budget is given for thoughts that no grammar knows."""
+    if budget is None:
+        return
+    if not all(grammar is not None and grammar.has_thoughts for grammar in grammars):
+        raise ValueError(
+            "thinking_token_budget is given, and the grammar does not know the thoughts of the "
+            "model; make it with CausalLM.grammar(thoughts=...), or leave the budget out"
+        )
+
+
+def _check_room(
+    grammar: TokenGrammar | None, parameters: abc.Mapping[str, Array], prompt_length: int
+) -> None:
+    """Raise ValueError if no answer that follows a grammar fits a row."""
+    if grammar is None:
+        return
+    room = int(parameters["max_length"]) - prompt_length
+    if room < grammar.shortest:
+        raise ArgumentError(
+            f"an answer may have {room} tokens, and the shortest that follows the grammar has "
+            f"{grammar.shortest}, its stop token included; allow at least {grammar.shortest}",
+            "max_new_tokens",
+        )
+    if int(parameters["min_length"]) > prompt_length:
+        raise ArgumentError(
+            "min_new_tokens or min_length is given with a grammar, which says itself where an answer "
+            "may end; leave it out",
+            "min_new_tokens",
+        )
+    if grammar.shortest and not (parameters["stop_ids"] >= 0).any():
+        raise ArgumentError(
+            "a grammar is given and no stop token, with which its answers end; give eos_token_id",
+            "eos_token_id",
+        )
 
 
 def _field_value(spec: TensorSpec, params: SamplingParams, vocab_size: int) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import DRAFT_IDS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.images.prompt import ImagePrompt
+from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import GeneratedText
 from qsample.runtime.adapters import Adapter
 
@@ -144,6 +145,7 @@ class SequenceRequest:
             step; None if only the graph guesses.
         adapter: the adapter with which the tokens are read and sampled; None for none.
         output_names: the names of the optional outputs to return.
+        grammar: the grammar that the answer follows; None for any text.
     """
 
     prompt: Array
@@ -156,6 +158,7 @@ class SequenceRequest:
     expected_tokens: Array | None = None
     adapter: Adapter | None = None
     output_names: tuple[str, ...] = ()
+    grammar: TokenGrammar | None = None
 
     @cached_property
     def max_length(self) -> int:

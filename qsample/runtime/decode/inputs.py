@@ -16,7 +16,7 @@ from qsample.contract.tensors import (
     INPUT_IDS,
     INPUT_LENGTHS,
     PHILOX_UNIFORM_SCALE,
-    ROW_AXES,
+    HOST_AXES,
     SEARCHED,
     SEARCHED_ROWS,
     SEQUENCE,
@@ -74,7 +74,7 @@ class ParameterRows:
         self._device = device
         self._narrow = narrow
         # The number of columns that each row needs along each axis.
-        self._widths = {axis: [1] * self._sizes[BATCH] for axis in ROW_AXES}
+        self._widths = {axis: [1] * self._sizes[BATCH] for axis in HOST_AXES}
         self.searched = SearchedRows(interface, self._sizes[BATCH], device, needed=needed)
         self.buffers = {name: Buffer.of(self._all_off(name), device) for name in self._specs}
 

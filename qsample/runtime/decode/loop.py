@@ -334,6 +334,7 @@ class DecodeLoop:
             reused=sequence.placement.tokens_reused,
             adapter=sequence.placement.adapter_place,
             images=None if sequence.images is None else sequence.images.prompt,
+            grammar=sequence.request.grammar,
         )
         copy = admission.copy
         if copy.source != slot:

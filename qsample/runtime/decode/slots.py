@@ -22,6 +22,7 @@ from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
     EMIT,
+    GRAMMAR_STATE,
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
@@ -30,7 +31,7 @@ from qsample.contract.tensors import (
     NOISE_STREAMS,
     NUM_DRAFT_TOKENS,
     NUM_NEW,
-    ROW_AXES,
+    HOST_AXES,
     RUNNING,
     SEARCHED_ROWS,
     SPECULATION_INPUTS,
@@ -54,7 +55,9 @@ from qsample.ort.buffers import (
 from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
+from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime.decode.adapter_use import AdapterRows
+from qsample.runtime.decode.grammar_rows import FREE_STATE, GrammarRows
 from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, uniforms
 from qsample.runtime.decode.prefix_file import PrefixPart
@@ -225,7 +228,7 @@ class Slots:
             **interface.sizes,
             BATCH: rows,
             CAPACITY: capacity,
-            **dict.fromkeys(ROW_AXES, 1),
+            **dict.fromkeys(HOST_AXES, 1),
         }
 
         specs: dict[TensorSpec, str] = dict.fromkeys(interface.sampler_states, device)
@@ -247,6 +250,7 @@ class Slots:
             interface, self._sizes, input_device, narrow=narrow, needed=device == "cpu"
         )
         self.adapters = AdapterRows(interface, rows, sessions.device)
+        self._grammars = GrammarRows(interface, rows, input_device)
         # The logits between the graphs of a package that has its sampler on the host.
         self._logits: dict[str, Buffer] = {}
         if sessions.sampler is not None:
@@ -324,6 +328,7 @@ class Slots:
         reused: int = 0,
         adapter: int = 0,
         images: ImagePrompt | None = None,
+        grammar: TokenGrammar | None = None,
     ) -> None:
         """Prepare an idle slot, so that `prefill` can feed it a prompt.
 
@@ -337,6 +342,7 @@ class Slots:
                 start; less than n.
             adapter: the place of the row's adapter, see `AdapterRows.put`; 0 = none.
             images: the images of the prompt; None without any.
+            grammar: the grammar that the answer follows; None for any text.
         """
         self.adapters.begin(slot, adapter)
         self._images.begin(slot, images)
@@ -346,6 +352,10 @@ class Slots:
                 self._state[spec.name].write_at(slot, noise)
             elif spec not in (LENGTHS, STATUS, TOKENS):
                 self._state[spec.name].clear_row(slot)
+        if self._grammars.begin(slot, grammar):
+            self._bound.clear()
+        if grammar is not None:
+            self._state[GRAMMAR_STATE.name].write_at(slot, self._grammars.start_state(slot))
         if self._drafts is not None:
             self._drafts.clear(slot)
         self._write_history(slot, prompt[:reused])
@@ -417,6 +427,7 @@ class Slots:
             self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
         self.adapters.swap_rows(slot, target)
+        self._grammars.swap_rows(slot, target)
         self._images.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
@@ -557,6 +568,9 @@ class Slots:
         self._state[STATUS.name].write_at(slot, _IDLE_STATUS)
         self._parameters.clear(slot)
         self.adapters.begin(slot, 0)
+        if self._interface.features.grammars:
+            self._state[GRAMMAR_STATE.name].write_at(slot, FREE_STATE)
+            self._grammars.end(slot)
 
     def _run(self, graphs: _Graphs, sampled: range | None, *, wait: bool = True) -> None:
         """Run graphs in order. sampled: the slots that get a token; their logits may be processed
@@ -587,6 +601,7 @@ class Slots:
         batch[EMIT.name] = self._emit[True]
         buffers = rows_of(batch, rows)
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
+        buffers |= self._grammars.inputs
         buffers |= self.adapters.inputs(rows)
         buffers |= self._images.of_step(rows)
         return self._bind(buffers, captured=True)
@@ -606,6 +621,7 @@ class Slots:
         buffers[STATUS.name] = status
         if not emit:
             buffers[retained_name(STATUS.name)] = status
+        buffers |= self._grammars.inputs
         buffers |= self.adapters.inputs(rows)
         return self._bind(buffers, captured=False)
 

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import BATCH, NOISE_STREAMS, ROW_AXES
+from qsample.contract.tensors import BATCH, NOISE_STREAMS, HOST_AXES
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
@@ -64,7 +64,7 @@ def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
 
 
 def test_the_list_follows_rows_that_move_and_end() -> None:
-    sizes = {**INTERFACE.sizes, BATCH: 3, **dict.fromkeys(ROW_AXES, 1)}
+    sizes = {**INTERFACE.sizes, BATCH: 3, **dict.fromkeys(HOST_AXES, 1)}
     rows = ParameterRows(INTERFACE, sizes, "cpu", narrow=True, needed=True)
     for row in (1, 2):
         rows.set(row, {"top_p": np.array(0.9, np.float32)})
