@@ -131,7 +131,7 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (put("format_version", 0), "has format 0 .*; export it again"),
         (
             put("contract_version", "10.0"),
-            "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3; upgrade qsample",
+            "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3, 2.4; upgrade qsample",
         ),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
@@ -196,7 +196,7 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
     start = (
-        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3; make the package "
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3, 2.4; make the package "
         "again: "
     )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")
