@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -61,7 +61,7 @@ EXAMPLES: Final = (
 
 
 _FORM_PANEL: Final = (
-    "Form of the answers, for packages exported with --allowed-tokens or --for-serving"
+    "Form of the answers, for packages exported with --grammars or --for-serving"
 )
 
 
@@ -225,9 +225,9 @@ def generate(
     # The prompts are read before a checkpoint is exported, because that takes long.
     lines = prompts.file.lines()
     texts = prompts.texts()
-    opened = loading.open(model, ctx_len=running.ctx_len, allowed_tokens=answer_form is not None)
+    opened = loading.open(model, ctx_len=running.ctx_len, has_form=answer_form is not None)
     if answer_form is not None:
-        _check_takes_masks(opened.package)
+        _check_takes_forms(opened.package)
     if not prompts.raw and _has_chat_template(opened.package):
         chat = chat.enable()
     run = _Run(
@@ -244,12 +244,13 @@ def generate(
         run.answer_file(prompts.file, lines)
 
 
-def _check_takes_masks(package: Package) -> None:
+def _check_takes_forms(package: Package) -> None:
     """Raise QsampleError if the answers of a package cannot follow a form."""
-    if not package.interface.features.allowed_tokens:
+    features = package.interface.features
+    if not (features.grammars or features.allowed_tokens):
         raise QsampleError(
-            "--json-schema, --regex and --grammar need a package that was exported with --allowed-tokens or "
-            "--for-serving, or a checkpoint; export the model again"
+            "--json-schema, --regex and --grammar need a package that was exported with --grammars, --allowed-tokens "
+            "or --for-serving, or a checkpoint; export the model again"
         )
 
 
@@ -302,7 +303,7 @@ class _Run:
         inputs = self._inputs(texts, prompts.image or [])
         arguments = self._arguments(model, prompts)
         if self.form is not None:
-            arguments["allowed_tokens"] = _guide(model, self.form, len(repeated))
+            arguments |= _form_arguments(model, self.form, len(repeated))
         if as_json:
             output = _answer(model, inputs, arguments, outputs=_json_outputs(model))
             document = _as_json(repeated, output)
@@ -372,22 +373,25 @@ class _Run:
         generate_file(self.load, rows, file, self.running, self.form)
 
 
-def _guide(model: CausalLM, form: Form, rows: int) -> Callable[[Step | None, Array], None]:
-    """A function that writes the masks of a batch, whose answers all follow a form.
+def _form_arguments(model: CausalLM, form: Form, rows: int) -> dict[str, Any]:
+    """The arguments of `CausalLM.generate` for a batch whose answers all follow a form.
 
     Args:
         rows: the number of rows of the batch.
     """
-    from qsample.request.grammar import GrammarGuide, Grammars
+    from qsample.request.grammar import GrammarGuide
+    from qsample.request.structured.grammars import Grammars, Wish
 
-    compiled = Grammars(model).compiled(form)
-    guides = [GrammarGuide(compiled, row) for row in range(rows)]
+    prepared = Grammars(model).prepared(Wish(form))
+    if prepared.masks is None:
+        return prepared.arguments()
+    guides = [GrammarGuide(prepared.masks, row) for row in range(rows)]
 
     def guide(step: Step | None, mask: Array) -> None:
         for row, guide_row in enumerate(guides):
             guide_row(step, mask[row : row + 1])
 
-    return guide
+    return {"allowed_tokens": guide}
 
 
 def _answer(

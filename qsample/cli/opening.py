@@ -74,13 +74,13 @@ class FeatureNeeds:
 
     Attributes:
         for_serving: whether the package has all features that a server's requests may need.
-        allowed_tokens: whether the package takes masks of the allowed tokens.
+        has_form: whether answers have to follow a form.
         loras: the adapters to load, name → folder. The package takes all of them at once.
         max_loras: the least number of adapters that the package takes at once.
     """
 
     for_serving: bool = False
-    allowed_tokens: bool = False
+    has_form: bool = False
     loras: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
 
@@ -88,8 +88,9 @@ class FeatureNeeds:
         """The features of a model, with the needed ones."""
         if self.for_serving:
             features = features.for_serving()
-        if self.allowed_tokens:
-            features = replace(features, allowed_tokens=True)
+        if self.has_form:
+            # A form that is no regular language needs masks.
+            features = replace(features, grammars=True, allowed_tokens=True)
         count = max(self.max_loras, len(self.loras))
         if count == 0:
             return features
@@ -123,7 +124,7 @@ class LoadOptions:
         return read_loras(self.lora)
 
     def open(
-        self, model: str | None, *, ctx_len: int | None = None, allowed_tokens: bool = False
+        self, model: str | None, *, ctx_len: int | None = None, has_form: bool = False
     ) -> PackagedModel:
         """Open the package of a model, as `open_exported` does.
 
@@ -131,7 +132,7 @@ class LoadOptions:
             model: the package, checkpoint folder, hub id or decoder file; by default the bundled
                 model.
             ctx_len: the tokens that a row holds, if the model is compiled.
-            allowed_tokens: whether the package takes masks, if the model is compiled.
+            has_form: whether answers have to follow a form, if the model is compiled.
         """
         choices = CompileChoices(
             provider=self.provider,
@@ -140,7 +141,7 @@ class LoadOptions:
             ctx_len=ctx_len,
             text_only=self.text_only,
         )
-        needs = FeatureNeeds(allowed_tokens=allowed_tokens, loras=self.loras())
+        needs = FeatureNeeds(has_form=has_form, loras=self.loras())
         return open_exported(model, choices, needs, trusted_keys=self.trusted_keys)
 
     def load(self, opened: PackagedModel, *, ctx_len: int | None = None) -> CausalLM:

@@ -555,13 +555,13 @@ class _Generation:
                 yield row, ValueError(row.error)
 
     def _options(self, model: CausalLM, rows: list[Row]) -> Iterator[Mapping[str, Any]]:
-        """The arguments of each row's request, with the masks of a form."""
+        """The arguments of each row's request, with the form of its answer."""
         if self.form is None:
             return (row.options for row in rows)
-        from qsample.request.grammar import GrammarGuide, Grammars
+        from qsample.request.structured.grammars import Grammars, Wish
 
-        compiled = Grammars(model).compiled(self.form)
-        return ({**row.options, "allowed_tokens": GrammarGuide(compiled)} for row in rows)
+        prepared = Grammars(model).prepared(Wish(self.form))
+        return ({**row.options, **prepared.arguments()} for row in rows)
 
     @property
     def _speed(self) -> float:

@@ -1,23 +1,13 @@
-"""Grammars: the form that an answer has to follow, its compilation by llguidance, and the masks of
-each answer.
+"""Grammars on the host: the form that an answer has to follow, its compilation by llguidance, and the
+masks of each answer.
 
-Each grammar is first compiled in another process, with limits. llguidance is native code: on some
-schemas of 50 kB it overflows its stack and ends the process, and it compiles other schemas for
-minutes or into gigabytes. A grammar that passes there costs this process no more than it did there.
-"""
+Forms that are regular need no masks: `structured` makes tables of them, which the graph follows."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import subprocess
-import sys
-import threading
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from queue import SimpleQueue
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
 import numpy as np
@@ -27,7 +17,7 @@ from qsample.contract.tensors import RUNNING
 from qsample.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from qsample.runtime import CausalLM, Step
+    from qsample.runtime import Step
 
 # JSON is written with the blanks of json.dumps. A model that may write any number of blanks may
 # never stop writing them.
@@ -36,13 +26,6 @@ _JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-MAX_CACHED_GRAMMARS: Final = 64
-_NUM_COMPILING_THREADS: Final = 2
-MAX_COMPILE_SECONDS: Final = 10.0
-# The memory that a compilation may take in addition to the tokenizer's.
-_MAX_COMPILE_BYTES: Final = 256 << 20
-# The threads of a server have twice this stack.
-_MAX_STACK_BYTES: Final = 4 << 20
 
 
 class Form(NamedTuple):
@@ -250,205 +233,6 @@ class TokenizerArguments(TypedDict):
     eos_token: list[int]
 
 
-class Trial:
-    """Finds out whether grammars can be compiled, one at a time, in a process that starts with the
-    first grammar."""
-
-    def __init__(
-        self,
-        tokenizer_arguments: Callable[[], TokenizerArguments],
-        max_seconds: float = MAX_COMPILE_SECONDS,
-    ) -> None:
-        """
-        Args:
-            tokenizer_arguments: a function that returns the arguments of the model's tokenizer.
-            max_seconds: the time that a grammar may take.
-        """
-        self._tokenizer_arguments = tokenizer_arguments
-        self._max_seconds = max_seconds
-        self._process: subprocess.Popen[str] | None = None
-
-    def refusal(self, grammar: Grammar) -> str | None:
-        """The reason why a grammar cannot be compiled; None if it can be compiled.
-
-        It blocks for at most `max_seconds`, and while the process starts.
-        """
-        process = self._process
-        if process is None:
-            process = self._start()
-            self._process = process  # From here on, `stop` ends it.
-            self._ask(process, self._tokenizer_arguments())
-        timer = threading.Timer(self._max_seconds, process.kill)
-        timer.start()
-        try:
-            answer = self._ask(process, asdict(grammar))
-        finally:
-            is_in_time = timer.is_alive()
-            timer.cancel()
-        if answer is not None:
-            reason: str | None = json.loads(answer)
-            return reason
-        self.stop()
-        process.wait()
-        if is_in_time:
-            return "it is too large or nested too deep to compile; give a smaller one"
-        return f"it takes more than {self._max_seconds:g} seconds to compile; give a smaller one"
-
-    def stop(self) -> None:
-        """End the process and its work on a grammar. The next grammar starts another process. Any
-        thread may call this."""
-        process = self._process
-        self._process = None
-        if process is not None:
-            process.kill()
-
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    @staticmethod
-    def _ask(process: subprocess.Popen[str], message: Any) -> str | None:
-        """The answer to a message, a line; None if the process ended."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-            return process.stdout.readline() or None
-        except (BrokenPipeError, ValueError):  # The pipe is closed.
-            return None
-
-
-class Grammars:
-    """The compiled grammars of a model. The most recent ones are cached."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
-        self._tokenizer: Any = None
-        self._tokenizer_lock = threading.Lock()
-        self._cache: OrderedDict[Grammar, asyncio.Future[CompiledGrammar]] = OrderedDict()
-        self._num_waiting: Counter[Grammar] = Counter()
-        self._running_trials: dict[Grammar, Trial] = {}
-        self._idle_trials: SimpleQueue[Trial] = SimpleQueue()
-        for _ in range(_NUM_COMPILING_THREADS):
-            self._idle_trials.put(Trial(self._tokenizer_arguments))
-        # The pool of asyncio.to_thread encodes prompts, and slow grammars must not delay them.
-        self._threads = ThreadPoolExecutor(
-            _NUM_COMPILING_THREADS, thread_name_prefix="qsample-grammar"
-        )
-
-    async def guide(self, grammar: Grammar) -> GrammarGuide:
-        """A guide for an answer.
-
-        The grammar is compiled on another thread, once for simultaneous requests, as long as one of
-        them waits.
-
-        Raises:
-            ArgumentError: the grammar is invalid or takes too much to compile, or no answer can
-                follow it.
-        """
-        compiling = self._compiling(grammar)
-        self._num_waiting[grammar] += 1
-        try:
-            compiled = await asyncio.shield(compiling)  # Another request may wait for it.
-        except BaseException:
-            self._give_up(grammar, compiling)
-            raise
-        finally:
-            self._num_waiting[grammar] -= 1
-            if not self._num_waiting[grammar]:
-                del self._num_waiting[grammar]
-        return GrammarGuide(compiled)
-
-    def _compiling(self, grammar: Grammar) -> asyncio.Future[CompiledGrammar]:
-        """The compilation of a grammar, from the cache or begun now."""
-        compiling = self._cache.get(grammar)
-        if compiling is None:
-            loop = asyncio.get_running_loop()
-            compiling = loop.run_in_executor(self._threads, self._compile, grammar)
-            self._cache[grammar] = compiling
-        self._cache.move_to_end(grammar)
-        while len(self._cache) > MAX_CACHED_GRAMMARS:
-            self._cache.popitem(last=False)
-        return compiling
-
-    def _give_up(self, grammar: Grammar, compiling: asyncio.Future[CompiledGrammar]) -> None:
-        """Forget a compilation that failed, so that the next request tries again, and stop a
-        compilation for which no other request waits."""
-        if compiling.done():
-            if not compiling.cancelled() and compiling.exception() is None:
-                return
-        elif self._num_waiting[grammar] > 1:
-            return
-        if self._cache.get(grammar) is compiling:
-            del self._cache[grammar]
-        if not compiling.done():
-            compiling.cancel()
-            trial = self._running_trials.get(grammar)
-            if trial is not None:
-                trial.stop()
-
-    def compiled(self, form: Form) -> CompiledGrammar:
-        """The grammar of a form, compiled on this thread and without limits, for a user of this
-        machine.
-
-        Raises:
-            ArgumentError: the form is invalid.
-        """
-        return self._compile_without_limits(grammar_of(form))
-
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        trial = self._idle_trials.get()
-        try:
-            self._running_trials[grammar] = trial
-            reason = trial.refusal(grammar)
-        finally:
-            del self._running_trials[grammar]
-            self._idle_trials.put(trial)
-        if reason is not None:
-            raise invalid_grammar(reason)
-        return self._compile_without_limits(grammar)
-
-    def _compile_without_limits(self, grammar: Grammar) -> CompiledGrammar:
-        tokenizer = self._llguidance_tokenizer()
-        return compile_grammar(grammar, tokenizer, self._model.interface.vocab_size)
-
-    def _llguidance_tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
-
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                try:
-                    self._tokenizer = LLTokenizer(**self._tokenizer_arguments())
-                except ValueError as error:
-                    raise ArgumentError(
-                        f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
-                    ) from None
-            return self._tokenizer
-
-    def _tokenizer_arguments(self) -> TokenizerArguments:
-        assert self._model.tokenizer is not None  # The callers check this.
-        return TokenizerArguments(
-            tokenizer=self._model.tokenizer.to_json(),
-            n_vocab=self._model.interface.vocab_size,
-            eos_token=list(self._model.package.manifest.token_ids.eos),
-        )
-
-    def close(self) -> None:
-        """End all compilations, and begin no other."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for trial in list(self._running_trials.values()):
-            trial.stop()
-        while not self._idle_trials.empty():
-            self._idle_trials.get().stop()
-
-
 class GrammarGuide:
     """Writes the mask of each next token of an answer. It is the `allowed_tokens` of a request.
 
@@ -484,50 +268,3 @@ class GrammarGuide:
             self._matcher.consume_token(int(step.tokens[self._row]))
             check_matcher(self._matcher)
             fill_mask(self._matcher, mask)
-
-
-def _run_trials() -> None:
-    """The process of a `Trial`. Each line of standard input is answered with a line: null, or the
-    reason why the grammar is refused.
-
-    The first line has the arguments of the tokenizer, and each other line a grammar, both in JSON.
-    Invalid grammars pass, because the parent process reports them.
-    """
-    from llguidance import LLTokenizer
-
-    arguments: TokenizerArguments = json.loads(sys.stdin.readline())
-    tokenizer = LLTokenizer(**arguments)
-    print("null", flush=True)
-    _limit_process()
-    for line in sys.stdin:
-        reason = None
-        try:
-            compile_grammar(Grammar(**json.loads(line)), tokenizer, arguments["n_vocab"])
-        except ArgumentError:
-            pass
-        except MemoryError:
-            reason = "it takes too much memory to compile; give a smaller one"
-        except BaseException as error:  # llguidance's panics are no Exceptions.
-            reason = f"it cannot be compiled: {error}"
-        print(json.dumps(reason), flush=True)
-
-
-def _limit_process() -> None:
-    """Bound the memory and the stack of this process, on systems that can."""
-    if sys.platform != "linux":
-        return
-    import resource
-
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # There is no /proc.
-        return
-    max_bytes = used_bytes + _MAX_COMPILE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-if __name__ == "__main__":
-    _run_trials()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from qsample.addons.serve.choices import Choice, Event, PromptScores
+from qsample.addons.serve.forms import AnswerForm
 from qsample.addons.serve.http import ApiError, json_bytes, logged_api_error
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
@@ -18,7 +19,6 @@ from qsample.addons.serve.requests import GenerationRequest
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, PROBS
 from qsample.images.prompt import ProcessedImage
-from qsample.request.grammar import GrammarGuide
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import Delta, Request, RequestOutput, Step
 from qsample.runtime.request import RequestTiming, Usage
@@ -36,11 +36,13 @@ class Answers:
         body: GenerationRequest,
         metrics: Metrics,
         choices: Sequence[Choice],
+        form: AnswerForm,
     ) -> None:
         self._model = model
         self._body = body
         self._metrics = metrics
         self._choices = choices
+        self._form = form
         self._head = {
             "id": f"{choices[0].prefix}-{body.request_id or uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -60,7 +62,6 @@ class Answers:
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        make_guide: Callable[[], Awaitable[GrammarGuide]] | None,
         max_time: float | None,
         prediction: Sequence[int] | None = None,
         images: Sequence[ProcessedImage] = (),
@@ -71,7 +72,6 @@ class Answers:
             prompts: the token ids of each prompt. They have passed the model's `check_count` and
                 `check_room`.
             params: the sampling parameters of every answer.
-            make_guide: makes the guide of an answer, if the answers have a form.
             max_time: the seconds that an answer may take.
             prediction: the tokens that an answer is expected to have.
             images: the images of a single prompt, with their features.
@@ -87,9 +87,6 @@ class Answers:
         answered = () if body.token_limit == 0 else prompts
         scored = [prompt for prompt in prompts if body.scores_prompt and len(prompt) > 1]
         num_answers = len(answered) * body.num_choices
-        guides: list[GrammarGuide | None] = []
-        for _ in range(num_answers):
-            guides.append(None if make_guide is None else await make_guide())
         # Otherwise, some requests would be added and cancelled, and take places meanwhile.
         model.check_places(num_answers + len(scored))
         options: dict[str, Any] = {"priority": body.priority, "max_time": max_time}
@@ -116,13 +113,12 @@ class Answers:
             for prompt in answered:
                 # If the request has no seed, each prompt gets other seeds.
                 for seed in body.seeds():
-                    guide = guides[len(self._requests)]
-                    self._requests.append(
-                        model.add(prompt, params, seed=seed, allowed_tokens=guide, **answer_options)
-                    )
+                    own_options = {**answer_options, **self._form.arguments()}
+                    self._requests.append(model.add(prompt, params, seed=seed, **own_options))
         except BaseException:
             self.cancel()
             raise
+        self._metrics.count_form(model.base, self._form.keeper, num_answers)
         for request in self._requests:
             self._metrics.follow(model.base, request)
         for request in self._scoring_requests:
@@ -272,12 +268,17 @@ class Answers:
             **_token_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details: dict[str, Any] = {}
         if self._model.interface.features.num_speculative_tokens:
             drafts = sum((output.usage.drafts for output in outputs), NO_DRAFTS)
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": drafts.num_accepted_tokens,
-                "rejected_prediction_tokens": drafts.num_draft_tokens - drafts.num_accepted_tokens,
-            }
+            details["accepted_prediction_tokens"] = drafts.num_accepted_tokens
+            details["rejected_prediction_tokens"] = (
+                drafts.num_draft_tokens - drafts.num_accepted_tokens
+            )
+        if self._form.keeper is not None:
+            details["structured_outputs"] = self._form.keeper
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
     def cancel(self) -> None:

@@ -300,7 +300,7 @@ class _Server:
     async def complete(self, body: CompletionRequest) -> Response:
         """Continue a text, or several."""
         model = self._served().find(body.model)
-        make_guide = model.guides(body.form)
+        model.check_form(body.form)
         params = model.sampling_params(body)
         prompts = body.prompts
         # A million prompts, or a text that is much too long, are refused before they are encoded.
@@ -318,8 +318,9 @@ class _Server:
                 echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
             for _ in range(body.num_choices):
                 choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
-        answers = Answers(model, body, self._metrics, choices)
-        await answers.start(encoded, params, make_guide, self._settings.request_timeout)
+        form = await model.answer_form(body)
+        answers = Answers(model, body, self._metrics, choices, form)
+        await answers.start(encoded, params, self._settings.request_timeout)
         return await _response(answers, body)
 
     async def chat(self, body: ChatCompletionRequest) -> Response:
@@ -352,7 +353,7 @@ class _Server:
             original: the same request in the words of another API. The answer has these words.
         """
         model = self._served().find(body.model)
-        make_guide = model.guides(body.form)
+        model.check_form(body.form)
         params = model.sampling_params(body)
         model.check_count(body.num_engine_requests)
         prompt, images = await self._encode_chat(
@@ -370,17 +371,20 @@ class _Server:
             model.check_places(body.num_engine_requests)
             images = await self._with_features(model, images)
         prediction = await self._predicted_tokens(model, body)
+        form = await model.answer_form_of_chat(
+            body, prompt, needs_budget=not isinstance(original, MessagesRequest)
+        )
         answers: Answers
         if isinstance(original, ResponsesRequest):
-            answers = ResponseAnswers(model, original, self._metrics, params, prompt)
+            answers = ResponseAnswers(model, original, self._metrics, params, prompt, form)
         elif original is not None:
-            answers = MessageAnswers(model, original, self._metrics, prompt)
+            answers = MessageAnswers(model, original, self._metrics, prompt, form)
         else:
-            choices = [ChatChoice(index, model, body, prompt) for index in range(body.num_choices)]
-            answers = Answers(model, body, self._metrics, choices)
-        await answers.start(
-            [prompt], params, make_guide, self._settings.request_timeout, prediction, images
-        )
+            choices = [
+                ChatChoice(index, model, body, prompt, form) for index in range(body.num_choices)
+            ]
+            answers = Answers(model, body, self._metrics, choices, form)
+        await answers.start([prompt], params, self._settings.request_timeout, prediction, images)
         return await _response(answers, body)
 
     async def _predicted_tokens(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import AliasChoices, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.parsers import with_objects
 from qsample.addons.serve.refusals import CHAT
 from qsample.addons.serve.requests import (
     IGNORED_DESCRIPTION,
+    MAX_TOKENS,
     SERVED_NAME_DESCRIPTION,
     Body,
     Count,
@@ -182,6 +183,14 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         description=(
             "Whether to return the model's thoughts, if the server splits them off the answer "
             "(vLLM)."
+        ),
+    )
+    thinking_token_budget: Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("thinking_token_budget", "thinking_budget_tokens"),
+        description=(
+            "The largest number of tokens of the thoughts; -1 is no limit. The server's default is "
+            "--reasoning-budget. llama.cpp's name is thinking_budget_tokens."
         ),
     )
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(

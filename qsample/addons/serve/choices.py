@@ -10,6 +10,7 @@ from functools import reduce
 from typing import Any, ClassVar, Final
 
 from qsample.addons.serve.chats import ChatCompletionRequest
+from qsample.addons.serve.forms import AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.models import ServedModel, TokenTexts
 from qsample.addons.serve.parsers import DemandedCalls, ToolCalls, ToolReader, joined_calls
@@ -187,13 +188,16 @@ class ChatChoice(Choice):
     content = "delta"
 
     def __init__(
-        self, index: int, model: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]
+        self,
+        index: int,
+        model: ServedModel,
+        body: ChatCompletionRequest,
+        prompt: Sequence[int],
+        form: AnswerForm,
     ) -> None:
         super().__init__(index, model, body, prompt)
         self._shows_thoughts = body.include_reasoning
-        # A constrained answer contains no thoughts, and a message that is continued is past them.
-        has_thoughts = body.form is None and not body.continue_final_message
-        self._reasoning_reader = model.reasoning_reader(prompt) if has_thoughts else None
+        self._reasoning_reader = model.reasoning_reader(prompt) if form.may_have_thoughts else None
         self._tool_reader: ToolReader | DemandedCalls | None = None
         if body.demands_calls:
             self._tool_reader = DemandedCalls(body.demanded_function, body.tool_parameters)

@@ -22,6 +22,7 @@ from qsample.addons.serve.chats import (
     Tool,
 )
 from qsample.addons.serve.choices import AnswerParts, ChatChoice, Event
+from qsample.addons.serve.forms import AnswerForm
 from qsample.addons.serve.http import MESSAGES_PATH, ApiError, json_bytes
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
@@ -113,7 +114,10 @@ class Thinking(Body):
             '"disabled" drops the thoughts, and sets enable_thinking of the template to false.'
         )
     )
-    budget_tokens: Count | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    budget_tokens: Count | None = Field(
+        default=None,
+        description="The largest number of tokens of the thoughts, if the server splits them off.",
+    )
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description='"omitted" drops the thoughts.'
     )
@@ -322,6 +326,7 @@ class CountTokensRequest(GenerationRequest):
             tool_choice=self._chat_tool_choice(choice),
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             include_reasoning=not disables_thinking and not omits_thoughts,
+            thinking_token_budget=None if thinking is None else thinking.budget_tokens,
             reasoning_effort=config.effort,
             continue_final_message=last["role"] == "assistant" and "tool_calls" not in last,
             chat_template=self.chat_template,
@@ -359,8 +364,10 @@ class MessageChoice(ChatChoice):
     chunk = "message"
     prefix = "msg"
 
-    def __init__(self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int]) -> None:
-        super().__init__(0, model, body.chat, prompt)
+    def __init__(
+        self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int], form: AnswerForm
+    ) -> None:
+        super().__init__(0, model, body.chat, prompt, form)
         self._max_tokens = body.max_tokens
         self._message: Event = {
             "id": f"msg_{body.request_id or uuid.uuid4().hex}",
@@ -513,6 +520,12 @@ class MessageAnswers(NamedEvents):
     """The answer to a request of `/v1/messages`."""
 
     def __init__(
-        self, model: ServedModel, body: MessagesRequest, metrics: Metrics, prompt: list[int]
+        self,
+        model: ServedModel,
+        body: MessagesRequest,
+        metrics: Metrics,
+        prompt: list[int],
+        form: AnswerForm,
     ) -> None:
-        super().__init__(model, body.chat, metrics, [MessageChoice(model, body, prompt)])
+        choice = MessageChoice(model, body, prompt, form)
+        super().__init__(model, body.chat, metrics, [choice], form)

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from qsample.addons.serve.forms import FormKeeper
 from qsample.addons.serve.models import ServedModel
 from qsample.errors import QsampleError
 from qsample.runtime import Request
@@ -60,6 +61,11 @@ class Metrics:
         self._scored_tokens = counter(
             "prompt_tokens_scored", "Prompt tokens whose log-probability was computed."
         )
+        self._forms = counter(
+            "structured_outputs",
+            "Answers that had to follow a form, by who kept them to it: graph or host.",
+            "keeper",
+        )
         self._images = counter("prompt_images", "Images of prompts.")
         self._image_tokens = counter("prompt_image_tokens", "Prompt tokens that stand for images.")
         self._vision = histogram(
@@ -100,6 +106,17 @@ class Metrics:
             reason: the reason of a refusal, such as "rate_limit_exceeded"; otherwise empty.
         """
         self._exchanges.labels(path, str(status), reason).inc()
+
+    def count_form(self, model: str, keeper: FormKeeper | None, answers: int) -> None:
+        """Count the answers of a request that have to follow a form.
+
+        Args:
+            model: the served name of the package.
+            keeper: who keeps them to it; None for answers of any text.
+            answers: the number of answers.
+        """
+        if keeper is not None:
+            self._forms.labels(model, keeper).inc(answers)
 
     def count_images(self, model: str, tokens: Sequence[int], seconds: float) -> None:
         """Count the images of a prompt.

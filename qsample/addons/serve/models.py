@@ -7,13 +7,15 @@ import json
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from qsample.addons.serve.chats import ChatCompletionRequest
+from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
 from qsample.addons.serve.requests import GenerationRequest
@@ -23,8 +25,10 @@ from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
 from qsample.package.disk.untrusted import leads_out
-from qsample.request.grammar import Form, GrammarGuide, Grammars, grammar_of
+from qsample.request.grammar import Form
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
+from qsample.request.structured.automaton import Thoughts
+from qsample.request.structured.grammars import Grammars, Wish
 from qsample.request.text.chat import ChatOptions, compile_template
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
@@ -104,6 +108,7 @@ class ServedModel:
         check_features(self.interface, SamplingParams(**self.defaults))
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
+        self._reasoning_budget = self._checked_budget(settings)
         self.grammars = Grammars(self.model)
         self._max_characters_per_token = (
             None if tokenizer is None else tokenizer.characters_per_token()
@@ -143,6 +148,22 @@ class ServedModel:
                 )
             defaults["prompt_lookup_num_tokens"] = num_guesses
         return defaults
+
+    def _checked_budget(self, settings: ServeSettings) -> int:
+        """The budget for the thoughts of requests without one. Raises ValueError."""
+        if settings.reasoning_budget < 0:
+            return settings.reasoning_budget
+        if self._reasoning_format is None:
+            raise ValueError(
+                "reasoning_budget is given without reasoning_parser, which knows the thoughts of "
+                "the model; give both"
+            )
+        if not self.interface.features.grammars:
+            raise ValueError(
+                "reasoning_budget is given, and the package was exported without grammars; export "
+                "it with --for-serving"
+            )
+        return settings.reasoning_budget
 
     def with_adapter(self, name: str) -> ServedModel:
         """The same package and engine under the name of a loaded adapter. All its requests have the
@@ -190,8 +211,11 @@ class ServedModel:
         answer."""
         if self._reasoning_format is None:
             return None
-        end = self.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False)
-        return ReasoningReader(self._reasoning_format, end)
+        return ReasoningReader(self._reasoning_format, self._end_of(prompt))
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        """The text of the last tokens of a prompt, special tokens included."""
+        return self.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False)
 
     def _is_shown(self, text: str) -> bool:
         """Whether `text` can be in this model's texts, which do not contain special tokens."""
@@ -264,31 +288,102 @@ class ServedModel:
                 param=field,
             )
 
-    def guides(self, form: Form | None) -> Callable[[], Awaitable[GrammarGuide]] | None:
-        """A function that makes the guides of answers in a form; None for any text.
-
-        Raises:
-            ApiError: answers of this model cannot follow a form.
-            ArgumentError: the form is invalid.
-        """
+    def check_form(self, form: Form | None) -> None:
+        """Raise ApiError if answers of this model cannot follow a form at all."""
         if form is None:
-            return None
-        if not self.interface.features.allowed_tokens:
-            raise without_feature("allowed_tokens", purpose=_FOR_A_FORM)
+            return
+        features = self.interface.features
+        if not (features.grammars or features.allowed_tokens):
+            raise without_feature("grammars", purpose=_FOR_A_FORM)
         if self.model.tokenizer is None:
             raise ApiError(400, f"this package has no tokenizer{_FOR_A_FORM}")
         if not self.model.package.manifest.token_ids.eos:
             raise ApiError(
                 400, "this model has no stop token, with which an answer that follows a schema ends"
             )
-        if importlib.util.find_spec("llguidance") is None:
+        self._check_libraries()
+
+    def _check_libraries(self) -> None:
+        """Raise ApiError if the libraries that compile forms are not installed."""
+        for module in ("llguidance", "outlines_core"):
+            if importlib.util.find_spec(module) is None:
+                raise ApiError(
+                    501,
+                    f"this server lacks {module}{_FOR_A_FORM}; its machine needs the extra serve of "
+                    f"{DISTRIBUTION}",
+                    code="missing_module",
+                )
+
+    async def answer_form(self, request: GenerationRequest) -> AnswerForm:
+        """The form of the answers to a request for texts, without thoughts.
+
+        Raises:
+            ArgumentError: the form is invalid, or takes too much to compile.
+        """
+        if request.form is None:
+            return ANY_TEXT
+        prepared = await self.grammars.prepare(Wish(request.form))
+        return AnswerForm(prepared, may_have_thoughts=False)
+
+    async def answer_form_of_chat(
+        self, request: ChatCompletionRequest, prompt: Sequence[int], *, needs_budget: bool
+    ) -> AnswerForm:
+        """The form of the answers to a conversation, which may begin with thoughts.
+
+        Args:
+            request: the request.
+            prompt: the token ids of its prompt.
+            needs_budget: whether a budget for thoughts is an error if it cannot be kept.
+
+        Raises:
+            ApiError: the budget cannot be kept.
+            ArgumentError: the form is invalid, or takes too much to compile.
+        """
+        budget = self._budget(request, needs_budget=needs_budget)
+        thoughts = None if request.continue_final_message else self._thoughts_after(prompt)
+        may_have_thoughts = not request.continue_final_message
+        if thoughts is None:
+            budget = None
+        if request.form is None and budget is None:
+            return AnswerForm(may_have_thoughts=may_have_thoughts)
+        # Only tables have a part for thoughts.
+        prepared = await self.grammars.prepare(Wish(request.form, thoughts))
+        if prepared.tables is None:
+            return AnswerForm(prepared, may_have_thoughts=False)
+        return AnswerForm(
+            prepared,
+            may_have_thoughts=may_have_thoughts and (thoughts is not None or request.form is None),
+            thinking_token_budget=budget,
+        )
+
+    def _thoughts_after(self, prompt: Sequence[int]) -> Thoughts | None:
+        """The thoughts that answers to a prompt begin with, or may begin with."""
+        if self._reasoning_format is None:
+            return None
+        return self._reasoning_format.thoughts_after(self._end_of(prompt))
+
+    def _budget(self, request: ChatCompletionRequest, *, needs_budget: bool) -> int | None:
+        """The largest number of tokens of the thoughts; None for no limit. Raises ApiError."""
+        budget = request.thinking_token_budget
+        if budget is None:
+            budget = self._reasoning_budget
+        if budget < 0:
+            return None
+        reason = None
+        if self._reasoning_format is None:
+            reason = "this server does not know the thoughts of the model; start it with --reasoning-parser"
+        elif not self.interface.features.grammars:
+            reason = "this package was exported without grammars; export it with --for-serving"
+        if reason is None:
+            self._check_libraries()
+            return budget
+        if needs_budget:
             raise ApiError(
-                501,
-                f"this server lacks llguidance{_FOR_A_FORM}; its machine needs the extra serve of "
-                f"{DISTRIBUTION}",
-                code="missing_module",
+                400,
+                f"{reason}, or leave thinking_token_budget out",
+                param="thinking_token_budget",
             )
-        return partial(self.grammars.guide, grammar_of(form))
+        return None
 
     def check_count(self, count: int) -> None:
         """Raise ApiError if `count` answers can never have places at once."""

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from qsample.request.structured.automaton import Thoughts
+
 # Calls of OpenAI's API, or parts of them: the parts with the same index are one call, and the texts
 # of their arguments follow each other.
 ToolCalls = list[dict[str, Any]]
@@ -56,6 +58,20 @@ class ReasoningFormat:
     start: str
     end: str
     from_start: bool = False
+
+    def thoughts_after(self, prompt: str) -> Thoughts | None:
+        """The thoughts that an answer to a prompt begins with, or may begin with; None if the prompt
+        has ended them.
+
+        Args:
+            prompt: the end of the prompt, special tokens included. Many templates write the mark
+                that begins the thoughts or, for clients that want no thoughts, both marks.
+        """
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.end):
+            return None
+        is_open = self.from_start or prompt.endswith(self.start)
+        return Thoughts(self.start, self.end, is_open)
 
 
 # The names are vLLM's.
@@ -105,15 +121,12 @@ class ReasoningReader:
         """
         Args:
             reasoning_format: the format of the model.
-            prompt: the end of the prompt, special tokens included. Many templates write the mark
-                that begins the thoughts or, for clients that want no thoughts, both marks.
+            prompt: the end of the prompt, see `ReasoningFormat.thoughts_after`.
         """
-        prompt = prompt.rstrip()
+        thoughts = reasoning_format.thoughts_after(prompt)
         self._format = reasoning_format
-        self._is_past_thoughts = prompt.endswith(reasoning_format.end)
-        self._prompt_begins_thoughts = prompt.endswith(reasoning_format.start) or (
-            reasoning_format.from_start and not self._is_past_thoughts
-        )
+        self._is_past_thoughts = thoughts is None
+        self._prompt_begins_thoughts = thoughts is not None and thoughts.is_open
         self._text_before_answer = ""
         self._num_returned_characters = 0
         self._drops_blanks = False

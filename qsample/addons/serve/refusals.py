@@ -38,7 +38,6 @@ _COMMON: Final[Refusals] = {
     ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
     "repetition_detection": Refusal("frequency_penalty keeps an answer from repeating itself"),
-    "thinking_token_budget": Refusal("max_tokens bounds thoughts and answer together"),
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),

@@ -37,6 +37,7 @@ from qsample.addons.serve.chats import (
     Tool,
 )
 from qsample.addons.serve.choices import AnswerParts, ChatChoice, Event
+from qsample.addons.serve.forms import AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel
@@ -404,10 +405,11 @@ class ResponseChoice(ChatChoice):
         model: ServedModel,
         body: ResponsesRequest,
         prompt: Sequence[int],
+        form: AnswerForm,
         response: Mapping[str, Any],
     ) -> None:
         """response: the fields of the whole answer that its request decides."""
-        super().__init__(0, model, body.chat, prompt)
+        super().__init__(0, model, body.chat, prompt, form)
         self._response = response
         self._items: list[dict[str, Any]] = []
         # The last item is open while it has a type here and its pieces are collected.
@@ -632,6 +634,7 @@ class ResponseAnswers(NamedEvents):
         metrics: Metrics,
         params: SamplingParams,
         prompt: list[int],
+        form: AnswerForm,
     ) -> None:
         """The arguments are as for `Answers`; `params` and `prompt` are those of the answer."""
         response = {
@@ -647,7 +650,8 @@ class ResponseAnswers(NamedEvents):
             "usage": None,
             **body.repeated_fields(params),
         }
-        super().__init__(model, body.chat, metrics, [ResponseChoice(model, body, prompt, response)])
+        choice = ResponseChoice(model, body, prompt, form, response)
+        super().__init__(model, body.chat, metrics, [choice], form)
         self._next_sequence_number = 0
 
     def _encode(self, event: Event) -> bytes:

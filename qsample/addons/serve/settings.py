@@ -156,6 +156,13 @@ class ServeSettings:
         REASONING_FORMATS,
         help=f"Format of thoughts: {', '.join(REASONING_FORMATS)}. (default: they stay in the answer)",
     )
+    reasoning_budget: int = integer(
+        -1,
+        -1,
+        math.inf,
+        "-1 or more",
+        help="Most tokens of thoughts, for --reasoning-parser; -1 is no limit. Requests may say otherwise.",
+    )
     speculative_config: Mapping[str, Any] | None = checked(
         None,
         _speculative_config,

@@ -1,0 +1,436 @@
+"""Forms of answers → tables for the graph, or else masks from the host. The results are cached.
+
+A form is first compiled in another process, with limits. outlines_core and llguidance are native
+code: on some forms of 50 kB they overflow the stack and end the process, and they compile other
+forms for minutes or into gigabytes. Tables are taken from that process; a grammar for masks that
+passes there costs this process no more than it did there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import subprocess
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final
+
+from qsample.errors import ArgumentError
+from qsample.request.grammar import (
+    CompiledGrammar,
+    Form,
+    GrammarGuide,
+    InvalidGrammarError,
+    TokenizerArguments,
+    compile_grammar,
+    grammar_of,
+    invalid_grammar,
+)
+from qsample.request.structured.automaton import Thoughts, automaton_of, with_thoughts
+from qsample.request.structured.expression import expression_of
+from qsample.request.structured.not_regular import NotRegularError
+from qsample.request.structured.tables import TokenGrammar, token_grammar
+from qsample.request.structured.vocabulary import TokenVocabulary
+
+if TYPE_CHECKING:
+    from qsample.runtime import CausalLM
+
+MAX_CACHED_FORMS: Final = 64
+_NUM_COMPILING_THREADS: Final = 2
+MAX_COMPILE_SECONDS: Final = 10.0
+# The memory that a compilation may take in addition to the tokenizer's.
+_MAX_COMPILE_BYTES: Final = 256 << 20
+# The threads of a server have twice this stack.
+_MAX_STACK_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an answer has to look like.
+
+    Attributes:
+        form: the form of the answer, after its thoughts; None for any text.
+        thoughts: the thoughts before it; None for an answer without thoughts.
+    """
+
+    form: Form | None
+    thoughts: Thoughts | None = None
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for equal wishes. The order of a schema's properties counts."""
+        return json.dumps([self.form, self.thoughts])
+
+    @classmethod
+    def of_key(cls, key: str) -> Wish:
+        """The wish with a key."""
+        form, thoughts = json.loads(key)
+        return cls(
+            form=None if form is None else Form(*form),
+            thoughts=None if thoughts is None else Thoughts(*thoughts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedForm:
+    """The form of an answer, compiled for a model. Either attribute is None.
+
+    Attributes:
+        tables: the tables that the graph follows.
+        masks: the grammar by which the host writes the mask of each token.
+    """
+
+    tables: TokenGrammar | None
+    masks: CompiledGrammar | None
+
+    def arguments(self, row: int = 0) -> dict[str, Any]:
+        """The argument of `CausalLM.generate` or `Engine.add_request` for an answer. row: the row
+        of the answer in its batch."""
+        if self.tables is not None:
+            return {"grammar": self.tables}
+        assert self.masks is not None
+        return {"allowed_tokens": GrammarGuide(self.masks, row)}
+
+
+def make_tables(wish: Wish, vocabulary: TokenVocabulary) -> TokenGrammar:
+    """The tables of a form.
+
+    Raises:
+        NotRegularError: no finite automaton follows the form.
+        ArgumentError: the form is invalid, or no answer can follow it.
+    """
+    automaton = None if wish.form is None else automaton_of(expression_of(wish.form))
+    if wish.thoughts is not None:
+        automaton = with_thoughts(automaton, wish.thoughts)
+    assert automaton is not None
+    return token_grammar(automaton, vocabulary)
+
+
+class Trial:
+    """Compiles forms, one at a time, in a process that starts with the first form."""
+
+    def __init__(
+        self,
+        tokenizer_arguments: Callable[[], TokenizerArguments],
+        max_seconds: float = MAX_COMPILE_SECONDS,
+    ) -> None:
+        """
+        Args:
+            tokenizer_arguments: a function that returns the arguments of the model's tokenizer.
+            max_seconds: the time that a form may take.
+        """
+        self._tokenizer_arguments = tokenizer_arguments
+        self._max_seconds = max_seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def tables(self, wish: Wish) -> TokenGrammar:
+        """The tables of a form. It blocks for at most `max_seconds`, and while the process starts.
+
+        Raises:
+            NotRegularError: no finite automaton follows the form.
+            InvalidGrammarError: the form is invalid or takes too much to compile, or no answer can
+                follow it.
+        """
+        answer = self._answer({"tables": wish.key})
+        if "tables" in answer:
+            return TokenGrammar.from_bytes(base64.b64decode(answer["tables"]))
+        if "not_regular" in answer:
+            raise NotRegularError(answer["not_regular"])
+        raise InvalidGrammarError(answer["error"])
+
+    def check_masks(self, form: Form) -> None:
+        """Raise InvalidGrammarError if llguidance cannot compile a form within the limits. Errors of
+        the form itself pass, because this process finds them, too."""
+        answer = self._answer({"masks": Wish(form).key})
+        if "error" in answer:
+            raise InvalidGrammarError(answer["error"])
+
+    def stop(self) -> None:
+        """End the process and its work on a form. The next form starts another process. Any thread
+        may call this."""
+        process = self._process
+        self._process = None
+        if process is not None:
+            process.kill()
+
+    def _answer(self, message: dict[str, str]) -> dict[str, str]:
+        """The answer of the process to a message; an error if the process ends."""
+        process = self._process
+        if process is None:
+            process = self._start()
+            self._process = process  # From here on, `stop` ends it.
+            self._ask(process, self._tokenizer_arguments())
+        timer = threading.Timer(self._max_seconds, process.kill)
+        timer.start()
+        try:
+            line = self._ask(process, message)
+        finally:
+            is_in_time = timer.is_alive()
+            timer.cancel()
+        if line is not None:
+            answer: dict[str, str] = json.loads(line)
+            return answer
+        self.stop()
+        process.wait()
+        reason = "it is too large or nested too deep to compile; give a smaller one"
+        if not is_in_time:
+            reason = f"it takes more than {self._max_seconds:g} seconds to compile; give a smaller one"
+        return {"error": str(invalid_grammar(reason))}
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    @staticmethod
+    def _ask(process: subprocess.Popen[str], message: Any) -> str | None:
+        """The answer to a message, a line; None if the process ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            return process.stdout.readline() or None
+        except (BrokenPipeError, ValueError):  # The pipe is closed.
+            return None
+
+
+class Grammars:
+    """The compiled forms of a model. The most recent ones are cached."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._tokenizer: Any = None
+        self._tokenizer_lock = threading.Lock()
+        # The key of a wish → its compilation.
+        self._cache: OrderedDict[str, asyncio.Future[PreparedForm]] = OrderedDict()
+        self._num_waiting: Counter[str] = Counter()
+        self._running_trials: dict[str, Trial] = {}
+        self._idle_trials: SimpleQueue[Trial] = SimpleQueue()
+        for _ in range(_NUM_COMPILING_THREADS):
+            self._idle_trials.put(Trial(self._tokenizer_arguments))
+        # The pool of asyncio.to_thread encodes prompts, and slow forms must not delay them.
+        self._threads = ThreadPoolExecutor(
+            _NUM_COMPILING_THREADS, thread_name_prefix="qsample-grammar"
+        )
+
+    async def prepare(self, wish: Wish) -> PreparedForm:
+        """Compile a form, with limits, on another thread: once for simultaneous requests, as long as
+        one of them waits.
+
+        Raises:
+            ArgumentError: the form is invalid or takes too much to compile, no answer can follow
+                it, or the package takes no answers of that kind.
+        """
+        key = wish.key
+        compiling = self._compiling(key)
+        self._num_waiting[key] += 1
+        try:
+            return await asyncio.shield(compiling)  # Another request may wait for it.
+        except BaseException:
+            self._give_up(key, compiling)
+            raise
+        finally:
+            self._num_waiting[key] -= 1
+            if not self._num_waiting[key]:
+                del self._num_waiting[key]
+
+    def _compiling(self, key: str) -> asyncio.Future[PreparedForm]:
+        """The compilation of a wish, from the cache or begun now."""
+        compiling = self._cache.get(key)
+        if compiling is None:
+            loop = asyncio.get_running_loop()
+            compiling = loop.run_in_executor(self._threads, self._prepare_within_limits, key)
+            self._cache[key] = compiling
+        self._cache.move_to_end(key)
+        while len(self._cache) > MAX_CACHED_FORMS:
+            self._cache.popitem(last=False)
+        return compiling
+
+    def _give_up(self, key: str, compiling: asyncio.Future[PreparedForm]) -> None:
+        """Forget a compilation that failed, so that the next request tries again, and stop a
+        compilation for which no other request waits."""
+        if compiling.done():
+            if not compiling.cancelled() and compiling.exception() is None:
+                return
+        elif self._num_waiting[key] > 1:
+            return
+        if self._cache.get(key) is compiling:
+            del self._cache[key]
+        if not compiling.done():
+            compiling.cancel()
+            trial = self._running_trials.get(key)
+            if trial is not None:
+                trial.stop()
+
+    def _prepare_within_limits(self, key: str) -> PreparedForm:
+        wish = Wish.of_key(key)
+        trial = self._idle_trials.get()
+        try:
+            self._running_trials[key] = trial
+            return self._prepared(wish, trial.tables, trial.check_masks)
+        finally:
+            del self._running_trials[key]
+            self._idle_trials.put(trial)
+
+    def prepared(self, wish: Wish) -> PreparedForm:
+        """Compile a form on this thread and without limits, for a user of this machine.
+
+        Raises:
+            ArgumentError: the form is invalid, no answer can follow it, or the package takes no
+                answers of that kind.
+        """
+        return self._prepared(wish, self.tables, lambda form: None)
+
+    def tables(self, wish: Wish) -> TokenGrammar:
+        """The tables of a form, made on this thread and without limits.
+
+        Raises:
+            NotRegularError: no finite automaton follows the form.
+            ArgumentError: the form is invalid, or no answer can follow it.
+        """
+        return make_tables(wish, self._vocabulary)
+
+    def _prepared(
+        self,
+        wish: Wish,
+        make: Callable[[Wish], TokenGrammar],
+        check_masks: Callable[[Form], None],
+    ) -> PreparedForm:
+        """The tables of a form if the package takes tables and the form is regular, else masks.
+
+        Args:
+            wish: the form and its thoughts.
+            make: makes tables, and raises NotRegularError.
+            check_masks: raises ArgumentError for a form that llguidance must not compile here.
+        """
+        features = self._model.interface.features
+        reason = "the package was exported without grammars"
+        if features.grammars:
+            try:
+                return PreparedForm(tables=make(wish), masks=None)
+            except NotRegularError as error:
+                reason = str(error)
+        if wish.form is None or not features.allowed_tokens:
+            remedy = "--grammars" if wish.form is None else "--for-serving"
+            raise ArgumentError(
+                f"answers of this package cannot follow that form: {reason}; export the model with "
+                f"{remedy}, or give a form that docs/structured-outputs.md lists"
+            )
+        check_masks(wish.form)
+        masks = compile_grammar(
+            grammar_of(wish.form), self._llguidance_tokenizer, self._model.interface.vocab_size
+        )
+        return PreparedForm(tables=None, masks=masks)
+
+    @property
+    def _llguidance_tokenizer(self) -> Any:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = _open_tokenizer(self._tokenizer_arguments())
+            return self._tokenizer
+
+    @cached_property
+    def _vocabulary(self) -> TokenVocabulary:
+        return TokenVocabulary.of_llguidance(self._llguidance_tokenizer)
+
+    def _tokenizer_arguments(self) -> TokenizerArguments:
+        assert self._model.tokenizer is not None  # The callers check this.
+        return TokenizerArguments(
+            tokenizer=self._model.tokenizer.to_json(),
+            n_vocab=self._model.interface.vocab_size,
+            eos_token=list(self._model.package.manifest.token_ids.eos),
+        )
+
+    def close(self) -> None:
+        """End all compilations, and begin no other."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for trial in list(self._running_trials.values()):
+            trial.stop()
+        while not self._idle_trials.empty():
+            self._idle_trials.get().stop()
+
+
+def _open_tokenizer(arguments: TokenizerArguments) -> Any:
+    """llguidance's tokenizer of a model. Raises ArgumentError."""
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(**arguments)
+    except ValueError as error:
+        raise ArgumentError(
+            f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
+        ) from None
+
+
+def _run_trials() -> None:
+    """The process of a `Trial`. Each line of standard input is answered with a line of JSON.
+
+    The first line has the arguments of the tokenizer. Each other line has the key of a wish, under
+    "tables" or "masks".
+    """
+    arguments: TokenizerArguments = json.loads(sys.stdin.readline())
+    tokenizer = _open_tokenizer(arguments)
+    vocabulary = TokenVocabulary.of_llguidance(tokenizer)
+    print("null", flush=True)
+    _limit_process()
+    for line in sys.stdin:
+        message: dict[str, str] = json.loads(line)
+        print(json.dumps(_trial_answer(message, tokenizer, vocabulary)), flush=True)
+
+
+def _trial_answer(
+    message: dict[str, str], tokenizer: Any, vocabulary: TokenVocabulary
+) -> dict[str, str]:
+    """The answer to a message of the parent process."""
+    try:
+        if "tables" in message:
+            tables = make_tables(Wish.of_key(message["tables"]), vocabulary)
+            return {"tables": base64.b64encode(tables.to_bytes()).decode("ascii")}
+        form = Wish.of_key(message["masks"]).form
+        assert form is not None
+        compile_grammar(grammar_of(form), tokenizer, vocabulary.size)
+    except NotRegularError as error:
+        return {"not_regular": str(error)}
+    except ArgumentError as error:
+        # The parent process finds the errors of masks by itself.
+        return {"error": str(error)} if "tables" in message else {}
+    except MemoryError:
+        reason = "it takes too much memory to compile; give a smaller one"
+        return {"error": str(invalid_grammar(reason))}
+    except BaseException as error:  # Panics of native code are no Exceptions.
+        return {"error": str(invalid_grammar(f"it cannot be compiled: {error}"))}
+    return {}
+
+
+def _limit_process() -> None:
+    """Bound the memory and the stack of this process, on systems that can."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:  # There is no /proc.
+        return
+    max_bytes = used_bytes + _MAX_COMPILE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    _run_trials()
