@@ -25,6 +25,7 @@ _DTYPE_NAMES: Final = {
     "bfloat16": "BF16",
     "int8": "I8",
     "uint8": "U8",
+    "int32": "I32",
     "int64": "I64",
 }
 # The length of the header comes first.
