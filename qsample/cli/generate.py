@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -21,9 +21,9 @@ from qsample.cli.common import (
     TemplateOptions,
     check_jinja,
     context_full,
-    read_text,
     with_adapter,
 )
+from qsample.cli.forms import FormOptions
 from qsample.cli.opening import LoadOptions
 from qsample.cli.option_groups import with_option_groups
 from qsample.cli.prompt_file import (
@@ -34,7 +34,7 @@ from qsample.cli.prompt_file import (
     rows_of,
 )
 from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, note
-from qsample.errors import ArgumentError, QsampleError
+from qsample.errors import QsampleError
 
 if TYPE_CHECKING:
     from qsample.contract.arrays import Array
@@ -57,11 +57,6 @@ EXAMPLES: Final = (
     "qsample generate qwen-vl-cpu -p 'What is this?' --image cat.jpg\n\n"
     "qsample generate qwen3-cpu --prompt-file prompts.jsonl --output answers.jsonl\n\n"
     "echo 'In the beginning' | qsample generate --top-p 0.9"
-)
-
-
-_FORM_PANEL: Final = (
-    "Form of the answers, for packages exported with --grammars or --for-serving"
 )
 
 
@@ -109,85 +104,6 @@ class PromptOptions:
         if self.file.prompt_file is not None:
             return []
         return self.prompt or [_read_stdin()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormOptions:
-    """The form that the answers have to follow."""
-
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON|FILE",
-            help="Answers are JSON of this schema; {} is any JSON.",
-            rich_help_panel=_FORM_PANEL,
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REGEX", help="Answers match this expression.", rich_help_panel=_FORM_PANEL
-        ),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|FILE",
-            help="Answers follow this grammar, Lark's or GBNF.",
-            rich_help_panel=_FORM_PANEL,
-        ),
-    ] = None
-
-    def form(self) -> Form | None:
-        """The form; None if no option was given.
-
-        Raises:
-            typer.BadParameter: several options were given, a file cannot be read, or no answer can
-                follow the form.
-        """
-        values: dict[_FormKind, str | None] = {
-            "json_schema": self.json_schema,
-            "regex": self.regex,
-            "grammar": self.grammar,
-        }
-        given = {kind: value for kind, value in values.items() if value is not None}
-        if not given:
-            return None
-        if len(given) > 1:
-            flags = " and ".join(_form_flag(kind) for kind in given)
-            raise typer.BadParameter(f"{flags} were given; give one of them")
-        kind = next(iter(given))
-        return _checked_form(kind, given[kind])
-
-
-_FormKind = Literal["json_schema", "regex", "grammar"]
-
-
-def _form_flag(kind: _FormKind) -> str:
-    return f"--{kind.replace('_', '-')}"
-
-
-def _checked_form(kind: _FormKind, value: str) -> Form:
-    """The form of an option. Raises typer.BadParameter if no answer can follow it.
-
-    Args:
-        value: the form itself, or the name of its file.
-    """
-    from qsample.request.grammar import Form, check_form
-
-    flag = _form_flag(kind)
-    is_text = kind == "regex" or _is_schema_or_grammar(value)
-    form = Form(kind, value if is_text else read_text(Path(value), flag))
-    try:
-        check_form(form)
-    except ArgumentError as error:
-        raise typer.BadParameter(f"{flag}: {error}") from None
-    return form
-
-
-def _is_schema_or_grammar(value: str) -> bool:
-    """Whether a value is a schema or grammar itself, not the name of a file."""
-    return value.lstrip().startswith("{") or "start:" in value or "::=" in value
 
 
 @with_option_groups
@@ -380,9 +296,9 @@ def _form_arguments(model: CausalLM, form: Form, rows: int) -> dict[str, Any]:
         rows: the number of rows of the batch.
     """
     from qsample.request.grammar import GrammarGuide
-    from qsample.request.structured.grammars import Grammars, Wish
+    from qsample.request.structured.grammars import Wish
 
-    prepared = Grammars(model).prepared(Wish(form))
+    prepared = model.grammars.prepared(Wish(form))
     if prepared.masks is None:
         return prepared.arguments()
     guides = [GrammarGuide(prepared.masks, row) for row in range(rows)]

@@ -558,9 +558,9 @@ class _Generation:
         """The arguments of each row's request, with the form of its answer."""
         if self.form is None:
             return (row.options for row in rows)
-        from qsample.request.structured.grammars import Grammars, Wish
+        from qsample.request.structured.grammars import Wish
 
-        prepared = Grammars(model).prepared(Wish(self.form))
+        prepared = model.grammars.prepared(Wish(self.form))
         return ({**row.options, **prepared.arguments()} for row in rows)
 
     @property

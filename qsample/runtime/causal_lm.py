@@ -25,6 +25,7 @@ from qsample.ort.session import Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
+from qsample.request.grammar import Form
 from qsample.request.huggingface.facade import (
     Device,
     GenerationConfig,
@@ -33,6 +34,9 @@ from qsample.request.huggingface.facade import (
     as_generation_config,
 )
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
+from qsample.request.structured.automaton import Thoughts
+from qsample.request.structured.grammars import Grammars, Wish
+from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import Streamer, check_streamer
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime.adapters import Adapter, read_adapter
@@ -169,6 +173,7 @@ class CausalLM(ModelMethods):
         interface: the inputs, states and outputs of the graph.
         features: the features of the graph.
         tokenizer: the tokenizer; None if the package was exported without a tokenizer.
+        grammars: the compiled forms of answers.
         config: the model's config.json.
         sessions: the graphs.
         images: the reader of images.
@@ -198,6 +203,7 @@ class CausalLM(ModelMethods):
         self.interface: Interface = package.interface
         self.features = self.interface.features
         self.tokenizer = Tokenizer.of(package)
+        self.grammars = Grammars(self.interface, self.tokenizer, package.manifest.token_ids.eos)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         self.sessions = sessions
@@ -481,6 +487,51 @@ class CausalLM(ModelMethods):
             self.images,
             priority=priority,
         )
+
+    def grammar(
+        self,
+        *,
+        json: Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        choice: abc.Sequence[str] | None = None,
+        grammar: str | None = None,
+        thoughts: tuple[str, str] | None = None,
+    ) -> TokenGrammar:
+        """Tables by which the graph keeps an answer to a form, for `grammar` of `generate` and
+        `Engine.add_request`. It needs the extra `guided`.
+
+        The form is one of the first four arguments, vLLM's names; without any, an answer is any
+        text after its thoughts.
+
+        Args:
+            json: a JSON schema, or its text; docs/structured-outputs.md lists the keywords.
+            regex: an expression of Rust's regex crate that the whole answer matches.
+            choice: the possible answers.
+            grammar: a grammar in llama.cpp's GBNF that is not recursive.
+            thoughts: the texts that begin and end the thoughts of the model, such as ("<think>",
+                "</think>"). An answer may then have thoughts before the form.
+
+        Raises:
+            NotRegularError: no finite automaton follows the form, so that it needs masks.
+            ArgumentError: the form is invalid, or no answer can follow it.
+            ValueError: several forms were given, or the model cannot follow any.
+
+        >>> schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+        >>> model.generate("He was", grammar=model.grammar(json=schema))
+        """
+        given = [
+            Form("json_schema", json),
+            Form("regex", regex),
+            Form("choice", choice),
+            Form("grammar", grammar),
+        ]
+        forms = [form for form in given if form.value is not None]
+        if len(forms) > 1:
+            raise ValueError("several forms were given; give one of json, regex, choice, grammar")
+        if not forms and thoughts is None:
+            raise ValueError("no form was given; give one of json, regex, choice, grammar")
+        marks = None if thoughts is None else Thoughts(*thoughts, is_open=False)
+        return self.grammars.tables(Wish(forms[0] if forms else None, marks))
 
     def save_prefix(
         self,

@@ -60,7 +60,13 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(
         (
             {"for_serving": True, "filters": ["xtc"]},
             Features(
-                True, True, True, grammars=True, logprobs=True, top_logprobs=20, filters=("xtc", "penalty_last_n")
+                True,
+                True,
+                True,
+                grammars=True,
+                logprobs=True,
+                top_logprobs=20,
+                filters=("xtc", "penalty_last_n"),
             ),
         ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),

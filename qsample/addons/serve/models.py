@@ -28,7 +28,7 @@ from qsample.package.disk.untrusted import leads_out
 from qsample.request.grammar import Form
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.request.structured.automaton import Thoughts
-from qsample.request.structured.grammars import Grammars, Wish
+from qsample.request.structured.grammars import Wish
 from qsample.request.text.chat import ChatOptions, compile_template
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
@@ -67,7 +67,6 @@ class ServedModel:
         ends: the model's stop tokens.
         defaults: the fields of `SamplingParams` for requests that leave them out.
         tool_format: the format of the model's calls.
-        grammars: the compiled grammars of the model.
         engine: the engine of the package.
     """
 
@@ -109,7 +108,6 @@ class ServedModel:
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
         self._reasoning_budget = self._checked_budget(settings)
-        self.grammars = Grammars(self.model)
         self._max_characters_per_token = (
             None if tokenizer is None else tokenizer.characters_per_token()
         )
@@ -322,7 +320,7 @@ class ServedModel:
         """
         if request.form is None:
             return ANY_TEXT
-        prepared = await self.grammars.prepare(Wish(request.form))
+        prepared = await self.model.grammars.prepare(Wish(request.form))
         return AnswerForm(prepared, may_have_thoughts=False)
 
     async def answer_form_of_chat(
@@ -347,7 +345,7 @@ class ServedModel:
         if request.form is None and budget is None:
             return AnswerForm(may_have_thoughts=may_have_thoughts)
         # Only tables have a part for thoughts.
-        prepared = await self.grammars.prepare(Wish(request.form, thoughts))
+        prepared = await self.model.grammars.prepare(Wish(request.form, thoughts))
         if prepared.tables is None:
             return AnswerForm(prepared, may_have_thoughts=False)
         return AnswerForm(
@@ -544,7 +542,7 @@ class ServedModel:
         return self.engine.add(call, timeout=0, priority=priority)[0]
 
     def close(self) -> None:
-        self.grammars.close()
+        self.model.grammars.close()
         self.engine.close()
 
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from qsample.contract.interface import Interface
 from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     CompiledGrammar,
@@ -38,9 +39,7 @@ from qsample.request.structured.expression import expression_of
 from qsample.request.structured.not_regular import NotRegularError
 from qsample.request.structured.tables import TokenGrammar, token_grammar
 from qsample.request.structured.vocabulary import TokenVocabulary
-
-if TYPE_CHECKING:
-    from qsample.runtime import CausalLM
+from qsample.request.text.tokenizer import Tokenizer
 
 MAX_CACHED_FORMS: Final = 64
 _NUM_COMPILING_THREADS: Final = 2
@@ -181,7 +180,9 @@ class Trial:
         process.wait()
         reason = "it is too large or nested too deep to compile; give a smaller one"
         if not is_in_time:
-            reason = f"it takes more than {self._max_seconds:g} seconds to compile; give a smaller one"
+            reason = (
+                f"it takes more than {self._max_seconds:g} seconds to compile; give a smaller one"
+            )
         return {"error": str(invalid_grammar(reason))}
 
     @staticmethod
@@ -210,8 +211,18 @@ class Trial:
 class Grammars:
     """The compiled forms of a model. The most recent ones are cached."""
 
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
+    def __init__(
+        self, interface: Interface, tokenizer: Tokenizer | None, stop_ids: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            interface: the interface of the package.
+            tokenizer: the tokenizer of the package; None without one, and then no form compiles.
+            stop_ids: the stop tokens of the model.
+        """
+        self._interface = interface
+        self._model_tokenizer = tokenizer
+        self._stop_ids = list(stop_ids)
         self._tokenizer: Any = None
         self._tokenizer_lock = threading.Lock()
         # The key of a wish → its compilation.
@@ -316,7 +327,7 @@ class Grammars:
             make: makes tables, and raises NotRegularError.
             check_masks: raises ArgumentError for a form that llguidance must not compile here.
         """
-        features = self._model.interface.features
+        features = self._interface.features
         reason = "the package was exported without grammars"
         if features.grammars:
             try:
@@ -331,7 +342,7 @@ class Grammars:
             )
         check_masks(wish.form)
         masks = compile_grammar(
-            grammar_of(wish.form), self._llguidance_tokenizer, self._model.interface.vocab_size
+            grammar_of(wish.form), self._llguidance_tokenizer, self._interface.vocab_size
         )
         return PreparedForm(tables=None, masks=masks)
 
@@ -347,11 +358,19 @@ class Grammars:
         return TokenVocabulary.of_llguidance(self._llguidance_tokenizer)
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
-        assert self._model.tokenizer is not None  # The callers check this.
+        if self._model_tokenizer is None:
+            raise ArgumentError(
+                "the package has no tokenizer, by which an answer follows a form; export the model "
+                "with its tokenizer"
+            )
+        if not self._stop_ids:
+            raise ArgumentError(
+                "this model has no stop token, with which an answer that follows a form ends"
+            )
         return TokenizerArguments(
-            tokenizer=self._model.tokenizer.to_json(),
-            n_vocab=self._model.interface.vocab_size,
-            eos_token=list(self._model.package.manifest.token_ids.eos),
+            tokenizer=self._model_tokenizer.to_json(),
+            n_vocab=self._interface.vocab_size,
+            eos_token=self._stop_ids,
         )
 
     def close(self) -> None:

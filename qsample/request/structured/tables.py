@@ -6,9 +6,11 @@ state after them, and nodes whose bytes do this alike share their work and their
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +50,7 @@ _DEAD_COLUMN: Final = 0
 _ROOT_COLUMN: Final = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TokenGrammar:
     """The tables of a form over the tokens of a model.
 
@@ -76,6 +78,16 @@ class TokenGrammar:
         """The number of tokens of the shortest answer, the stop token included; 0 if a limit may
         cut an answer off."""
         return int(self.distances[START_ROW])
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether answers may begin with thoughts, whose number of tokens a budget can limit."""
+        return bool((self.late != np.arange(len(self.late))).any())
+
+    @cached_property
+    def key(self) -> str:
+        """A hash that is equal for equal tables."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """The tables as a safetensors file."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
-
 import numpy as np
 
 from qsample.contract.arrays import Array
@@ -32,10 +30,7 @@ from qsample.contract.tensors import (
     TOKEN_CLASSES,
 )
 from qsample.ort.buffers import Buffer
-from qsample.request.structured.tables import START_STATE, TokenGrammar
-
-# The state of a row without a grammar.
-FREE_STATE: Final = 0
+from qsample.request.structured.tables import FREE_ROW, START_ROW, TokenGrammar
 
 
 @dataclass(slots=True)
@@ -62,7 +57,7 @@ class _Place:
 
 def _num_own_states(grammar: TokenGrammar) -> int:
     """The number of states without the free state."""
-    return len(grammar.transitions) - START_STATE
+    return len(grammar.transitions) - START_ROW
 
 
 class GrammarRows:
@@ -123,7 +118,7 @@ class GrammarRows:
     def start_state(self, row: int) -> int:
         """The first state of a row."""
         key = self._key_of_row[row]
-        return FREE_STATE if key is None else self._places[key].start
+        return FREE_ROW if key is None else self._places[key].start
 
     def swap_rows(self, one: int, other: int) -> None:
         """Let two rows follow each other's grammars."""
@@ -138,7 +133,7 @@ class GrammarRows:
             del self._places[unused.pop(0)]
         if self._fits(grammar):
             return False
-        states_end = max((place.stop for place in self._places.values()), default=START_STATE)
+        states_end = max((place.stop for place in self._places.values()), default=START_ROW)
         needed = {
             GRAMMAR_STATES: states_end + _num_own_states(grammar),
             TOKEN_CLASSES: grammar.transitions.shape[1],
@@ -158,7 +153,7 @@ class GrammarRows:
 
     def _gap(self, states: int) -> int | None:
         """The first of so many consecutive rows that no grammar has; None if there are none."""
-        start = START_STATE
+        start = START_ROW
         for place in sorted(self._places.values(), key=lambda place: place.start):
             if start + states <= place.start:
                 return start
@@ -194,17 +189,17 @@ class GrammarRows:
     def _write(self, place: _Place) -> None:
         """Write a grammar to its place."""
         grammar = place.grammar
-        offset = place.start - START_STATE
-        transitions = grammar.transitions[START_STATE:]
+        offset = place.start - START_ROW
+        transitions = grammar.transitions[START_ROW:]
         width = self._sizes[TOKEN_CLASSES] - transitions.shape[1]
         padded = np.pad(_moved(transitions, offset), ((0, 0), (0, width)), constant_values=-1)
         rows = slice(place.start, place.stop)
         values: dict[str, Array] = {
             GRAMMAR_TRANSITIONS.name: padded,
-            GRAMMAR_DISTANCES.name: grammar.distances[START_STATE:],
+            GRAMMAR_DISTANCES.name: grammar.distances[START_ROW:],
             GRAMMAR_MAPS.name: np.full(len(transitions), place.class_map, np.int32),
-            GRAMMAR_LATE.name: _moved(grammar.late[START_STATE:], offset),
-            GRAMMAR_DRAFTS.name: grammar.drafts[START_STATE:],
+            GRAMMAR_LATE.name: _moved(grammar.late[START_ROW:], offset),
+            GRAMMAR_DRAFTS.name: grammar.drafts[START_ROW:],
         }
         for name in values.keys() & self._buffers.keys():
             self._buffers[name].write_at(rows, values[name])
@@ -213,5 +208,5 @@ class GrammarRows:
 
 def _moved(states: Array, offset: int) -> Array:
     """Numbers of states after a move of the grammar; the free state and -1 stay."""
-    moved: Array = np.where(states >= START_STATE, states + offset, states).astype(np.int32)
+    moved: Array = np.where(states >= START_ROW, states + offset, states).astype(np.int32)
     return moved

@@ -55,9 +55,9 @@ from qsample.ort.buffers import (
 from qsample.ort.parts import BoundParts
 from qsample.ort.session import Sessions
 from qsample.ort.small_graphs import columns_behind
-from qsample.request.structured.tables import TokenGrammar
+from qsample.request.structured.tables import FREE_ROW, TokenGrammar
 from qsample.runtime.decode.adapter_use import AdapterRows
-from qsample.runtime.decode.grammar_rows import FREE_STATE, GrammarRows
+from qsample.runtime.decode.grammar_rows import GrammarRows
 from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, uniforms
 from qsample.runtime.decode.prefix_file import PrefixPart
@@ -569,7 +569,7 @@ class Slots:
         self._parameters.clear(slot)
         self.adapters.begin(slot, 0)
         if self._interface.features.grammars:
-            self._state[GRAMMAR_STATE.name].write_at(slot, FREE_STATE)
+            self._state[GRAMMAR_STATE.name].write_at(slot, FREE_ROW)
             self._grammars.end(slot)
 
     def _run(self, graphs: _Graphs, sampled: range | None, *, wait: bool = True) -> None:

@@ -1,0 +1,1 @@
+def expression_of(form): raise NotImplementedError
