@@ -355,7 +355,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> TokenVocabulary:
-        return TokenVocabulary.of_llguidance(self._llguidance_tokenizer)
+        return TokenVocabulary.of(self._tokenizer_arguments())
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
         if self._model_tokenizer is None:
@@ -402,7 +402,7 @@ def _run_trials() -> None:
     """
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())
     tokenizer = _open_tokenizer(arguments)
-    vocabulary = TokenVocabulary.of_llguidance(tokenizer)
+    vocabulary = TokenVocabulary.of(arguments)
     print("null", flush=True)
     _limit_process()
     for line in sys.stdin:
