@@ -46,9 +46,10 @@ def test_vectors(sampler: Sampler, name: str, most: bool) -> None:
     "features",
     [
         Features(probs=True, logprobs=True, top_logprobs=3),
+        Features(probs=True, grammars=True, allowed_tokens=True),
         pytest.param(Features(probs=True, filters=tuple(EXTRA_PARAMETERS)), marks=pytest.mark.slow),
     ],
-    ids=["plain", "filters"],
+    ids=["plain", "grammars", "filters"],
 )
 def test_random_steps(sampler: Sampler, features: Features) -> None:
     """Against the float64 reference: the token is another one only if u is within 1e-5 of a boundary."""
