@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import numpy as np
 import pytest
 
 from qsample import AutoModelForCausalLM, SamplingParams
+from qsample.request.structured.automaton import automaton_of
+from qsample.request.structured.tables import token_grammar
+from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.runtime import Engine, Step, load
 from tests.cuda import puppet
 from tests.cuda.trace import Trace
@@ -17,6 +22,7 @@ from tests.cuda.trace import Trace
 FEATURES: dict[str, Any] = {
     "logit_bias": True,
     "allowed_tokens": True,
+    "grammars": True,
     "logprobs": True,
     "top_logprobs": 3,
     "return_pdfs": True,
@@ -71,6 +77,29 @@ def test_every_feature_is_captured(package: Path, trace: Trace, masks: str) -> N
     assert 41 not in got.token_ids[0]
     for name in ("logprobs", "top_logprob_ids", "top_logprobs", "probs"):
         np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
+
+
+def test_grammars_are_captured(package: Path, trace: Trace) -> None:
+    """Two grammars and none in a batch: nothing is read on the host between two tokens."""
+    pytest.importorskip("outlines_core")
+    letters = [bytes([token]) if token < 256 else b"" for token in range(320)]
+    vocabulary = TokenVocabulary.of_tokens(letters, {})
+    grammars = [
+        token_grammar(automaton_of("[a-f]{3,5}x"), vocabulary),
+        None,
+        token_grammar(automaton_of("(yes|no)!*"), vocabulary),
+    ]
+    rows = [replace(row, max_new_tokens=8, logit_bias=None) for row in PARAMS]
+    model = load(package)
+    trace.clear()
+    got = model.generate(PROMPTS, rows, grammar=grammars)
+    assert trace.captures() > 0
+    assert not trace.problems()
+    assert not trace.captured_reads_of_the_host()
+    wanted = load(package, [puppet.CPU]).generate(PROMPTS, rows, grammar=grammars)
+    assert got.token_ids == wanted.token_ids
+    assert re.fullmatch("[a-f]{3,5}x", bytes(got.token_ids[0][:-1]).decode())
+    assert re.fullmatch("(yes|no)!*", bytes(got.token_ids[2][:-1]).decode())
 
 
 def test_an_engine_hands_out_log_probabilities(package: Path) -> None:
