@@ -24,10 +24,18 @@ sys.path.insert(0, str(ROOT))
 from qsample import AutoModelForCausalLM  # noqa: E402
 from qsample.compiler.compile import compile_package  # noqa: E402
 from qsample.compiler.options import CompileOptions  # noqa: E402
-from qsample.contract.tensors import CONTRACT_VERSION, HUGGING_FACE, IMAGES_VERSION, STEPS_VERSION  # noqa: E402
+from qsample.contract.tensors import (  # noqa: E402
+    CONTRACT_VERSION,
+    GRAMMARS_VERSION,
+    HUGGING_FACE,
+    IMAGES_VERSION,
+    STEPS_VERSION,
+)
 from scripts.vector_drafts import (  # noqa: E402
     ADJUST,
     FILTERS,
+    GRAMMAR_TABLES,
+    GRAMMARS,
     IMAGES,
     PIECES,
     PROMPTS,
@@ -75,6 +83,13 @@ def main() -> None:
             name,
             {"cases": [drawn(draft, order, number) for draft in drafts for order in draft.orders]},
         )
+    drafts = [drawn(draft, HUGGING_FACE, len(GRAMMARS)) for draft in GRAMMARS]
+    for case in drafts:
+        del case["tables"]
+    write(
+        "grammars",
+        {"contract_version": GRAMMARS_VERSION, "tables": GRAMMAR_TABLES, "cases": drafts},
+    )
     write("noise", noise())
     write("package", package())
     write("waiting", waiting())
@@ -94,7 +109,7 @@ def drawn(draft: Draft, order: str, number: int) -> Case:
 def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool]:
     """The case with the logits of `rng`, and whether it is usable."""
     pieces = draft.prompt if isinstance(draft.prompt[0], list) else [draft.prompt]
-    face = interface_of(draft.vocab, order)
+    face = interface_of(draft.vocab, order, grammars=draft.grammar_state is not None)
     parameters = {"temperature": 0.0, **draft.parameters}
     case: Case = {
         "name": draft.name,
@@ -103,6 +118,8 @@ def walk(draft: Draft, order: str, rng: np.random.Generator) -> tuple[Case, bool
         "capacity": draft.capacity,
     }
     case |= {"seed": str(draft.seed), "parameters": to_json(parameters), "steps": []}
+    if draft.grammar_state is not None:
+        case |= {"grammar_state": draft.grammar_state, "tables": GRAMMAR_TABLES}
     state = start(face, [case])
     matters = {name: name in draft.idle for name in draft.parameters if name not in SETTINGS}
     margins, ids = [], [0]
@@ -157,7 +174,8 @@ def results(logits: Array, inputs: Arrays, out: Arrays) -> dict[str, Any]:
     """The recorded results of a step: its token, the states, and intermediate values for debugging."""
     probs, emitted = out["probs"][0], bool(out["probs"].any())
     shown: dict[str, Any] = {"next_id": int(out["next_ids"][0, 0]) if emitted else None}
-    shown |= {name: int(out[f"{name}_RetainedState"][0]) for name in ("lengths", "status")}
+    states = ["lengths", "status", *(["grammar_state"] if "grammar_state" in inputs else [])]
+    shown |= {name: int(out[f"{name}_RetainedState"][0]) for name in states}
     if emitted:
         adjusted = out["adjusted_logits"][0]
         changed = np.flatnonzero(adjusted != logits.astype(np.float32))

@@ -27,6 +27,7 @@ class Draft:
         digits: The logits are multiples of 1 / digits: 1 gives ties.
         special: Id → its logit in each step.
         idle: Parameters that intentionally make no difference here.
+        grammar_state: The row's first state in GRAMMAR_TABLES; None for a graph without grammars.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Draft:
     digits: int = 16
     special: Mapping[int, float] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
+    grammar_state: int | None = None
 
 
 # Parameters that only configure another parameter.
@@ -565,3 +567,118 @@ IMAGES: Final = (
     ((3, 3), 1, (2, 2)),
     (2, (1, 1), 1, (1, 4), 1, (4, 1), 2),
 )
+
+# Two grammars over 20 tokens, with a map each. Token 15 is the stop token of the cases.
+# Grammar 1, states 1 to 5: a or b, then b's up to two, then c. Grammar 2, states 6 to 9: any of its tokens until
+# d, then e; its first state is of thoughts, and state 8 takes its place when it is late.
+_CLASSES_OF_TOKENS: Final = [
+    [0, 1, 1, 2, 2, 2, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    [1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1, 1, 1, 1, 0, 0, 0, 0],
+]
+GRAMMAR_TABLES: Final[dict[str, Any]] = {
+    "grammar_classes": _CLASSES_OF_TOKENS,
+    "grammar_transitions": [
+        [0, 0, 0, 0],
+        [-1, 2, 2, -1],
+        [-1, -1, 3, 5],
+        [-1, -1, 4, 5],
+        [-1, -1, -1, 5],
+        [-1, -1, -1, -1],
+        [-1, 6, 7, -1],
+        [-1, -1, -1, 9],
+        [-1, -1, 7, -1],
+        [-1, -1, -1, 9],
+    ],
+    "grammar_distances": [0, 3, 2, 2, 2, 1, 3, 2, 3, 1],
+    "grammar_maps": [0, 0, 0, 0, 0, 0, 1, 1, 1, 1],
+    "grammar_late": [0, 1, 2, 3, 4, 5, 8, 7, 8, 9],
+}
+_STOP: Final[dict[str, Any]] = {"stop_ids": [15]}
+GRAMMARS: Final = [
+    Draft("a row without a grammar", {"temperature": 1.0, **_STOP}, grammar_state=0, idle=("stop_ids",)),
+    Draft(
+        "tokens that a state allows, and the state after each",
+        {"temperature": 2.0, **_STOP},
+        grammar_state=1,
+        steps=6,
+    ),
+    Draft("a greedy row", {**_STOP}, grammar_state=1, steps=6),
+    Draft(
+        "a stop token only where the answer may end, although it is the likeliest",
+        {"logit_bias_ids": [15], "logit_bias": [40.0], **_STOP},
+        grammar_state=1,
+        steps=6,
+        idle=("logit_bias_ids",),
+    ),
+    Draft(
+        "several stop tokens, one of which the tables allow as text",
+        {"temperature": 2.0, "stop_ids": [15, 3, -1]},
+        grammar_state=1,
+        steps=6,
+    ),
+    Draft(
+        "max_length leaves room for the shortest answer only",
+        {"temperature": 2.0, "max_length": 4, **_STOP},
+        grammar_state=1,
+    ),
+    Draft(
+        "the capacity leaves room for the shortest answer only",
+        {"temperature": 2.0, **_STOP},
+        grammar_state=1,
+        capacity=4,
+    ),
+    Draft(
+        "thoughts without a deadline end in time for max_length",
+        {"temperature": 2.0, "max_length": 8, **_STOP},
+        grammar_state=6,
+        steps=8,
+    ),
+    Draft(
+        "a deadline",
+        {"temperature": 2.0, "grammar_deadline": 4, **_STOP},
+        grammar_state=6,
+        steps=9,
+    ),
+    Draft(
+        "a deadline before the first token",
+        {"temperature": 2.0, "grammar_deadline": 0, **_STOP},
+        grammar_state=6,
+        steps=6,
+    ),
+    Draft(
+        "a grammar, a mask, a bias and penalties",
+        {
+            "temperature": 2.0,
+            "allowed_tokens": [0b1111_0101_0110_1111],
+            "logit_bias_ids": [6],
+            "logit_bias": [1.5],
+            "repetition_penalty": 1.5,
+            "frequency_penalty": 0.5,
+            **_STOP,
+        },
+        grammar_state=6,
+        steps=9,
+    ),
+    Draft(
+        "a mask that leaves no token",
+        {"temperature": 1.0, "allowed_tokens": [0b1000_0000_0000_0001], **_STOP},
+        grammar_state=1,
+        steps=1,
+        idle=("stop_ids",),
+    ),
+    Draft(
+        "invalid logits of a token that the grammar forbids",
+        {"temperature": 1.0, **_STOP},
+        grammar_state=1,
+        steps=1,
+        special={12: _NAN},
+        idle=("stop_ids",),
+    ),
+    Draft(
+        "a prompt in pieces",
+        {"temperature": 2.0, **_STOP},
+        prompt=[[3, 4], [5]],
+        grammar_state=6,
+        steps=9,
+    ),
+]

@@ -14,7 +14,12 @@ import pytest
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import CONTRACT_VERSION, IMAGES_VERSION, STEPS_VERSION
+from qsample.contract.tensors import (
+    CONTRACT_VERSION,
+    GRAMMARS_VERSION,
+    IMAGES_VERSION,
+    STEPS_VERSION,
+)
 from qsample.exporters.portable import build_initial_state
 from qsample.images.positions import position_offsets
 from qsample.package.package import read_package
@@ -84,6 +89,8 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
         for token, logit in call.get("adjusted", {}).items():
             adjusted[int(token)] = numbers(logit)
         np.testing.assert_allclose(out["adjusted_logits"], adjusted, rtol=1e-6, err_msg=where)
+    if "grammar_state" in call:
+        assert out["grammar_state_RetainedState"] == call["grammar_state"], where
     if "kept" in call:
         assert np.flatnonzero(out["probs"]).tolist() == call["kept"], where
     for state in {"mirostat_mu", "adaptive_error"} & call.keys():
@@ -94,15 +101,21 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
     assert out.get("edge", 1) >= 2**-16, where
 
 
+def _interface(case: Case, **kind: Any) -> Interface:
+    return interface_of(
+        case["vocab_size"], case["filter_order"], grammars="tables" in case, **kind
+    )
+
+
 def check_graphs(name: str, *, least: int = 1, **kind: Any) -> None:
     """Check graphs of a kind with batches of at least so many cases, and each case alone."""
     for batch in by_graph(name):
-        face = interface_of(batch[0]["vocab_size"], batch[0]["filter_order"], **kind)
+        face = _interface(batch[0], **kind)
         for cases in (batch, *([case] for case in batch)) if len(batch) >= least else ():
             check(cases, face, sampler(face))
 
 
-@pytest.mark.parametrize("name", ["adjust", "filters", "wide", "recent"])
+@pytest.mark.parametrize("name", ["adjust", "filters", "wide", "recent", "grammars"])
 class TestSampler:
     def test_reference(self, name: str) -> None:
         for case in load(name)["cases"]:
@@ -110,7 +123,7 @@ class TestSampler:
             with np.errstate(invalid="ignore", over="ignore"):
                 check(
                     [case],
-                    interface_of(case["vocab_size"], order),
+                    _interface(case),
                     lambda logits, inputs, order=order: reference_step(
                         logits, inputs, pad_token_id=PAD, filter_order=order
                     ),
@@ -242,8 +255,12 @@ def test_images() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
 def test_files_are_small_and_of_this_contract(path: Path) -> None:
     assert path.stat().st_size < 100_000
-    version = {"waiting": STEPS_VERSION, "images": IMAGES_VERSION, "pixels": IMAGES_VERSION}.get(
-        path.stem, CONTRACT_VERSION
-    )
+    versions = {
+        "waiting": STEPS_VERSION,
+        "images": IMAGES_VERSION,
+        "pixels": IMAGES_VERSION,
+        "grammars": GRAMMARS_VERSION,
+    }
+    version = versions.get(path.stem, CONTRACT_VERSION)
     assert load(path.stem)["contract_version"] == version
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")

@@ -20,15 +20,21 @@ Arrays = dict[str, Array]
 
 
 def load(name: str) -> dict[str, Any]:
+    """A file. Its tables of grammars are those of each of its cases."""
     content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    if "tables" in content:
+        for case in content["cases"]:
+            case["tables"] = content["tables"]
     return content
 
 
-def interface_of(vocab: int, order: str, **graph: Any) -> Interface:
-    """A sampler with every input. graph: further arguments of `Interface`, such as `captured`."""
+def interface_of(vocab: int, order: str, *, grammars: bool = False, **graph: Any) -> Interface:
+    """A sampler with every input, of grammars if asked for. graph: further arguments of `Interface`, such as
+    `captured`."""
     features = Features(
         logit_bias=True,
         allowed_tokens=True,
+        grammars=grammars,
         probs=True,
         filters=tuple(EXTRA_PARAMETERS),
         filter_order=order,
@@ -41,6 +47,8 @@ def start(face: Interface, cases: Sequence[Case]) -> Arrays:
     capacity = max(case["capacity"] for case in cases)
     sizes = face.sizes | {"B": len(cases), "T": capacity}
     state = {spec.name: np.zeros(spec.shape(sizes), spec.dtype) for spec in face.sampler_states}
+    if "grammar_state" in state:
+        state["grammar_state"][:] = [case.get("grammar_state", 0) for case in cases]
     for stream, name in enumerate(("noise", "xtc_noise")):
         if name in state:
             state[name][:] = [
@@ -76,6 +84,8 @@ def inputs_of(
         inputs["searched_rows"] = np.array(
             [b for b, row in enumerate(rows) if needs_search(row)], np.int64
         )
+    for spec in face.grammar_tables:
+        inputs[spec.name] = np.array(cases[0]["tables"][spec.name], spec.dtype)
     return inputs | state
 
 
