@@ -32,6 +32,9 @@ MAX_BYTE_STATES: Final = 1 << 15
 _NEWLINE: Final = ord("\n")
 # The beginnings of outlines_core's messages about expressions that it cannot determinise.
 _UNSUPPORTED_MESSAGES: Final = ("universal start state", "unsupported regex feature")
+# The part of its message about a state without a way to an end.
+_DEAD_END_MESSAGE: Final = "Found no transitions"
+_NO_TEXT_REASON: Final = "no text matches its regular expression"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +92,7 @@ def automaton_of(expression: str) -> ByteAutomaton:
     distances = distances_to(np.flatnonzero(final), transitions)
     keeps = (distances >= 0) & reachable(0, transitions)
     if not keeps[0]:
-        raise invalid_grammar("no text matches its regular expression")
+        raise invalid_grammar(_NO_TEXT_REASON)
     transitions = _renumbered(transitions, keeps)
     distances = distances[keeps]
     # Equivalent states have the same distance to the end.
@@ -115,6 +118,8 @@ def _index_of(expression: str) -> Any:
         message = str(error)
         if any(part in message for part in _UNSUPPORTED_MESSAGES):
             raise NotRegularError("its regular expression has anchors or boundaries") from None
+        if _DEAD_END_MESSAGE in message:
+            raise invalid_grammar(_NO_TEXT_REASON) from None
         raise invalid_grammar(message) from None
 
 
