@@ -2,8 +2,7 @@
 
 An expression is one of Rust's regex crate, and outlines_core determinises it. The result is
 minimised by refining a partition of its states (Moore, "Gedanken-experiments on sequential
-machines", 1956), and the largest part of a split block keeps its number (Hopcroft, "An n log n
-algorithm for minimizing states in a finite automaton", 1971).
+machines", 1956).
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ _NEWLINE: Final = ord("\n")
 _UNSUPPORTED_MESSAGES: Final = ("universal start state", "unsupported regex feature")
 # The part of its message about a state without a way to an end.
 _DEAD_END_MESSAGE: Final = "Found no transitions"
+# Code points that are no characters, so that texts lack them. The first byte of the start mark is
+# the one that outlines_core drops.
+_START_MARK: Final = "s\U0010fffe\U0010fffe"
+_END_MARK: Final = "\U0010ffff"
 _NO_TEXT_REASON: Final = "no text matches its regular expression"
 
 
@@ -76,7 +79,8 @@ def automaton_of(expression: str) -> ByteAutomaton:
     """The smallest automaton of an expression. It needs outlines_core.
 
     Args:
-        expression: an expression of Rust's regex crate that the whole answer matches.
+        expression: an expression of Rust's regex crate that the whole answer matches. Its brackets
+            have to match.
 
     Raises:
         InvalidGrammarError: the expression is invalid, or no text matches it.
@@ -107,31 +111,41 @@ def automaton_of(expression: str) -> ByteAutomaton:
 
 
 def _index_of(expression: str) -> Any:
-    """outlines_core's index of an expression over the single bytes."""
+    """outlines_core's index of an expression over the single bytes. A mark comes before the
+    expression and another after it.
+
+    outlines_core 0.2.14 has two faults that the marks evade. It drops a byte after a final state
+    if the next state is not final: of `a|abc` it keeps `a` alone. Only the end of a mark is final
+    here. And it determinises searches that start anywhere, which takes exponential time for some
+    counted repetitions. The empty alternative outranks later starts. It makes the first state
+    final, so the byte of the first mark is dropped, and `_start_of` finds the state after it.
+    """
     from outlines_core import Index, Vocabulary
 
     # The vocabulary's stop token comes after the bytes.
     bytes_alone: Any = {bytes([byte]): [byte] for byte in range(NUM_BYTES)}
     try:
-        return Index(expression, Vocabulary(NUM_BYTES, bytes_alone))
+        return Index(
+            f"(?:{_START_MARK}(?:{expression}){_END_MARK}|)", Vocabulary(NUM_BYTES, bytes_alone)
+        )
     except ValueError as error:
         message = str(error)
         if any(part in message for part in _UNSUPPORTED_MESSAGES):
             raise NotRegularError("its regular expression has anchors or boundaries") from None
         if _DEAD_END_MESSAGE in message:
-            raise invalid_grammar(_NO_TEXT_REASON) from None
+            raise NotRegularError("its regular expression has a dead end") from None
         raise invalid_grammar(message) from None
 
 
 def _read_index(index: Any) -> tuple[Array, Array]:
-    """The transitions [S, 256] int32 of an index, and whether each state is final [S]; the start
-    becomes state 0."""
+    """The transitions [S, 256] int32 of an index, and whether each state is final [S]: whether the
+    mark may follow. The start becomes state 0."""
     rows: dict[int, dict[int, int]] = index.get_transitions()
-    start = index.get_initial_state()
+    start = _start_of(index, rows)
     finals = index.get_final_states()
     names = [start, *sorted((rows.keys() | finals) - {start})]
-    lengths = [len(row) for row in rows.values()]
     number_of = {name: number for number, name in enumerate(names)}
+    lengths = [len(row) for row in rows.values()]
     sources = np.repeat([number_of[name] for name in rows], lengths)
     symbols = np.fromiter(chain.from_iterable(rows.values()), np.int64, len(sources))
     targets = np.fromiter(
@@ -142,11 +156,33 @@ def _read_index(index: Any) -> tuple[Array, Array]:
     places = np.minimum(np.searchsorted(known, targets, sorter=order), len(names) - 1)
     numbers = order[places]
     is_step = (symbols < NUM_BYTES) & (known[numbers] == targets)
-    transitions = np.full((len(names), NUM_BYTES), -1, np.int32)
+    # The last row stands for -1.
+    transitions = np.full((len(names) + 1, NUM_BYTES), -1, np.int32)
     transitions[sources[is_step], symbols[is_step]] = numbers[is_step]
-    final = np.zeros(len(names), np.bool_)
-    final[[number_of[name] for name in finals]] = True
-    return transitions, final
+    ends = np.zeros(len(names) + 1, np.bool_)
+    ends[[number_of[name] for name in finals]] = True
+    after_mark = np.arange(len(names))
+    for byte in _END_MARK.encode():
+        after_mark = transitions[after_mark, byte]
+    return transitions[:-1], ends[after_mark]
+
+
+def _start_of(index: Any, rows: dict[int, dict[int, int]]) -> int:
+    """The state after the start mark. No state leads to the first of the mark's states."""
+    candidates = rows.keys() - {index.get_initial_state()}
+    for row in rows.values():
+        candidates.difference_update(row.values())
+    starts = []
+    for candidate in candidates:
+        state: int | None = candidate
+        for byte in _START_MARK.encode()[1:]:
+            row = rows.get(state, {}) if state is not None else {}
+            state = row.get(byte) if len(row) == 1 else None
+        if state is not None:
+            starts.append(state)
+    if len(starts) != 1:
+        raise invalid_grammar(_NO_TEXT_REASON)
+    return starts[0]
 
 
 def _renumbered(transitions: Array, keeps: Array) -> Array:
@@ -174,24 +210,26 @@ def _refined(classes: Array, transitions: Array) -> Array:
     num_classes = int(classes.max()) + 1
     changed = np.arange(len(classes))
     while len(changed):
-        is_touched = np.zeros(num_classes, np.bool_)
-        is_touched[classes[predecessors.of(changed)]] = True
-        states = np.flatnonzero(is_touched[classes])
-        signatures = np.column_stack([classes[states], padded[transitions[states]]])
+        # States of a block whose next states kept their numbers still agree with each other, and
+        # with none of the others.
+        affected = np.unique(predecessors.of(changed))
+        signatures = np.column_stack([classes[affected], padded[transitions[affected]]])
         first, groups = equal_rows(signatures)
-        blocks = classes[states[first]]
+        blocks = classes[affected[first]]
         sizes = np.bincount(groups, minlength=len(first))
-        # The largest group of each block keeps the number of the block.
+        num_affected = np.bincount(classes[affected], minlength=num_classes)
+        has_rest = np.bincount(classes, minlength=num_classes) > num_affected
+        # The rest of a block keeps its number, or else its largest group.
         order = np.lexsort((-sizes, blocks))
         is_largest = np.ones(len(order), np.bool_)
         is_largest[1:] = blocks[order[1:]] != blocks[order[:-1]]
+        new = order[~is_largest | has_rest[blocks[order]]]
         numbers = blocks.copy()
-        new = order[~is_largest]
         numbers[new] = num_classes + np.arange(len(new))
         num_classes += len(new)
         updated = numbers[groups]
-        changed = states[updated != classes[states]]
-        classes[states] = updated
+        changed = affected[updated != classes[affected]]
+        classes[affected] = updated
     return classes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qsample.errors import ArgumentError, shown
-from qsample.request.grammar import Form
+from qsample.request.grammar import Form, invalid_grammar
 from qsample.request.structured.gbnf import expression_of_gbnf
 from qsample.request.structured.not_regular import (
     NEVER,
@@ -35,7 +35,7 @@ def expression_of(form: Form) -> str:
         case "json_schema":
             return expression_of_schema(_parsed_schema(value))
         case "regex":
-            return checked_length(_without_anchors(value))
+            return _without_anchors(_checked_regex(value))
         case "choice":
             return _expression_of_choice(value)
         case "grammar":
@@ -53,6 +53,16 @@ def _parsed_schema(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the schema is not valid JSON: {error}") from None
+
+
+def _checked_regex(expression: str) -> str:
+    """An expression that llguidance can read. So its brackets match."""
+    from llguidance import LLMatcher
+
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(checked_length(expression)))
+    if problem:
+        raise invalid_grammar(problem)
+    return expression
 
 
 def _without_anchors(expression: str) -> str:
