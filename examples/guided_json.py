@@ -1,8 +1,7 @@
 """JSON that follows a schema by masks of the host: a library writes the allowed tokens before each token.
 
     pip install -e '.[cpu,export,guided]'
-    python examples/guided_json.py                    the bundled model, which was not trained on JSON
-    python examples/guided_json.py PACKAGE [PROMPT]   a package that was exported with --allowed-tokens
+    python examples/guided_json.py [PACKAGE [PROMPT ...]]   the bundled model, or a package with --allowed-tokens
 
 Most schemas need no masks: the graph follows the tables of `qsample grammar` itself, see docs/hosts.md. Masks are for
 the others, such as recursive schemas, and for grammar libraries of your own.
@@ -32,8 +31,7 @@ def generate_json(model: CausalLM, prompts: list[str], schema: object, seed: int
     """A JSON value for each prompt."""
     tokenizer_json = model.package.file("tokenizer.json").read_text(encoding="utf-8")
     eos = model.package.manifest.token_ids.eos[0]
-    vocab_size = model.interface.vocab_size
-    tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+    tokenizer = llguidance.LLTokenizer(tokenizer_json, model.interface.vocab_size, eos)
     form = {"whitespace_flexible": False}
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=form)
     matchers = [llguidance.LLMatcher(tokenizer, grammar) for _ in prompts]
