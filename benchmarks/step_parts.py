@@ -36,7 +36,7 @@ from rich.progress import track
 from systems import ALL
 
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import BATCH, BIASES, CAPACITY, SEQUENCE, STOPS
+from qsample.contract.tensors import BATCH, CAPACITY, HOST_AXES, SEQUENCE, STOPS
 from qsample.graph.join import cut_at_logits
 from qsample.package.package import read_package
 
@@ -152,7 +152,8 @@ def make_values(
 ) -> dict[str, ort.OrtValue]:
     """Every input and state of a decode step after `history` tokens."""
     rng = np.random.default_rng(0)
-    sizes = {**interface.sizes, BATCH: batch, SEQUENCE: 1, CAPACITY: ctx_len, STOPS: 2, BIASES: 1}
+    sizes = {**interface.sizes, **dict.fromkeys(HOST_AXES, 1)}
+    sizes |= {BATCH: batch, SEQUENCE: 1, CAPACITY: ctx_len, STOPS: 2}
     given: dict[str, object] = {
         "lengths": history,
         "input_lengths": 1,

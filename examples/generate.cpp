@@ -2,11 +2,13 @@
 //
 //     g++ -std=c++17 -O2 -I ORT/include examples/generate.cpp -L ORT/lib -l onnxruntime -o generate
 //     ./generate PACKAGE "5 12 8" --temperature 0.8 --seed 7      # ids of the prompt; prints the ids that follow it
+//     ./generate PACKAGE "5 12 8" --grammar person.safetensors    # an answer that follows a file of `qsample grammar`
 //
 // ORT is a release of ONNX Runtime, 1.23 or newer. docs/contract.md defines the graph's inputs, outputs and states. The
 // tokens are those of generate_onnxruntime.py.
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -15,6 +17,7 @@
 #include <onnxruntime_cxx_api.h>
 
 enum { RUNNING = 0, INVALID = 3 };  // values of the state `status`
+enum { FIRST_STATE = 1 };           // of a grammar, in the state `grammar_state`
 using Numbers = std::vector<double>;
 constexpr auto FLOAT = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, INT32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr auto INT64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, BOOL = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
@@ -49,19 +52,49 @@ Numbers numbers(std::string text) {
   return {std::istream_iterator<double>(stream), {}};
 }
 
-// The value of a key in the manifest; "" if there is none. Enough for the five keys that are read here, whose names are
-// unique; a program that has a JSON library takes that.
+const std::string LIST = "\\[([^\\]]*)\\]", OBJECT = "\\{([^}]*)\\}";
+
+// The value of a key in the manifest, or in the header of a grammar; "" if there is none. Enough for the keys that are
+// read here, whose names are unique; a program that has a JSON library takes that.
 std::string entry(const std::string& manifest, const std::string& key, const std::string& value = "\"?([^\",}]*)") {
   std::smatch found;
   return std::regex_search(manifest, found, std::regex("\"" + key + "\"\\s*:\\s*" + value)) ? found[1].str() : "";
 }
 
+std::string read(const std::string& path, const std::string& message) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) fail(message);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A tensor of int32 in a file that `qsample grammar` wrote. The file has the format safetensors: the length of a header
+// of JSON, the header, and the numbers. The length and the numbers are little-endian, as this program's processor.
+Ort::Value table(const std::string& file, const std::string& name) {
+  uint64_t header_size = 0;
+  const size_t size_bytes = std::min(file.size(), sizeof header_size);
+  std::memcpy(&header_size, file.data(), size_bytes);
+  const std::string about = entry(file.substr(size_bytes, header_size), name, OBJECT);
+  const Numbers shape = numbers(entry(about, "shape", LIST));
+  const Numbers range = numbers(entry(about, "data_offsets", LIST));
+  if (entry(about, "dtype") != "I32" || range.size() != 2) fail("the grammar's file has no " + name + " of int32");
+  const auto begin = size_bytes + header_size + static_cast<size_t>(range[0]);
+  const auto bytes = static_cast<size_t>(range[1] - range[0]);
+  if (begin > file.size() || bytes > file.size() - begin) fail("the grammar's file is cut off");
+  std::vector<int32_t> values(bytes / sizeof(int32_t));
+  std::memcpy(values.data(), file.data() + begin, bytes);
+  return tensor(INT32, {shape.begin(), shape.end()}, {values.begin(), values.end()});
+}
+
 void generate(const std::string& folder, const Numbers& prompt, std::map<std::string, std::string> given) {
-  std::ifstream file(folder + "/qsample.json");
-  if (!file) fail(folder + " has no qsample.json; give a folder that qsample wrote");
-  const std::string manifest{std::istreambuf_iterator<char>(file), {}};
+  const std::string missing = folder + " has no qsample.json; give a folder that qsample wrote";
+  const std::string manifest = read(folder + "/qsample.json", missing);
   const auto version = entry(manifest, "contract_version");
-  if (version != "2.0") fail("the package follows contract " + version + ", this program 2.0");
+  if (version != "2.0" && version != "2.4")
+    fail("the package follows contract " + version + ", this program 2.0 and 2.4");
+  // A package of 2.4 may have features of the versions between.
+  for (const auto* feature : {"num_speculative_tokens", "max_loras", "image"})
+    if (!entry(manifest, feature).empty())
+      fail("the package has " + std::string(feature) + ", which this program does not know");
   if (entry(manifest, "sampler") != "true") fail("the package was exported without its sampler; this program needs it");
   Numbers stops = numbers(entry(manifest, "eos", "\\[([^\\]]*)\\]"));
   if (stops.empty()) stops = {-1};
@@ -73,6 +106,25 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
   if (prompt.empty() || static_cast<double>(prompt.size()) >= capacity)
     fail("the prompt has " + std::to_string(prompt.size()) + " tokens; give at least 1, and fewer than " +
          std::to_string(static_cast<int64_t>(capacity)));
+
+  // The tables of a grammar; without one, those with which every token is allowed.
+  std::map<std::string, Ort::Value> tables;
+  if (const std::string path = given["--grammar"]; !path.empty()) {
+    if (entry(manifest, "grammars") != "true") fail("the package takes no grammars; export the model with --grammars");
+    const std::string file = read(path, path + " cannot be read; give a file that qsample grammar wrote");
+    for (const std::string name : {"classes", "transitions", "distances", "maps", "late"})
+      tables.emplace("grammar_" + name, table(file, "grammar_" + name));
+    const auto vocab_size = tables.at("grammar_classes").GetTensorTypeAndShapeInfo().GetShape().back();
+    if (numbers(entry(manifest, "vocab_size")) != Numbers{static_cast<double>(vocab_size)})
+      fail("the grammar is for " + std::to_string(vocab_size) +
+           " tokens, which is not the package's number; write it with qsample grammar for this package");
+    const int shortest = tables.at("grammar_distances").GetTensorData<int32_t>()[FIRST_STATE];
+    const double room = std::min(capacity, longest) - static_cast<double>(prompt.size());
+    if (room < shortest)
+      fail("the shortest answer of the grammar has " + std::to_string(shortest) + " tokens, and " +
+           std::to_string(static_cast<int>(room)) + " are left; give --max-new-tokens " + std::to_string(shortest) +
+           " or more, and a shorter prompt if the context is full");
+  }
 
   Ort::Env environment;
   const auto open = [&](const std::string& name) {
@@ -92,12 +144,15 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
   for (const auto& name : state_names) start.BindOutput(name.c_str(), memory);
   initial_state.Run({}, start);
   std::vector<Ort::Value> states = start.GetOutputValues();
+  for (size_t i = 0; i < states.size(); ++i)
+    if (state_names[i] == "grammar_state" && !tables.empty()) *states[i].GetTensorMutableData<int32_t>() = FIRST_STATE;
 
   // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
   const std::map<std::string, Numbers> parameters = {
       {"temperature", numbers(given["--temperature"])}, {"top_k", numbers(given["--top-k"])},
       {"top_p", numbers(given["--top-p"])}, {"typical_p", {1}}, {"adaptive_target", {-1}}, {"repetition_penalty", {1}}, {"logit_bias", {0}},
-      {"stop_ids", stops}, {"max_length", {std::min(capacity, longest)}}, {"emit", {1}}};
+      {"stop_ids", stops}, {"max_length", {std::min(capacity, longest)}}, {"emit", {1}},
+      {"grammar_deadline", {2147483647}}, {"grammar_classes", {0}}, {"grammar_transitions", {0}}};
   Ort::IoBinding binding(decoder);
   const auto inputs = decoder.GetInputNames();
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -109,7 +164,8 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
     const auto known = parameters.find(inputs[i]);
     const Numbers values = known != parameters.end() ? known->second : Numbers{shape.size() > 1 ? -1.0 : 0.0};
     const auto state = std::find(state_names.begin(), state_names.end(), inputs[i]) - state_names.begin();
-    if (state < static_cast<long>(states.size())) binding.BindInput(inputs[i].c_str(), states[state]);
+    if (tables.count(inputs[i])) binding.BindInput(inputs[i].c_str(), tables.at(inputs[i]));
+    else if (state < static_cast<long>(states.size())) binding.BindInput(inputs[i].c_str(), states[state]);
     else if (inputs[i] != "input_ids" && inputs[i] != "input_lengths")
       binding.BindInput(inputs[i].c_str(), tensor(about.GetElementType(), shape, values));
   }
@@ -137,7 +193,8 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
 int main(int count, char** words) try {
   if (count < 3 || count % 2 == 0) fail("usage: generate PACKAGE \"ID ID ...\" [--seed N] [--temperature X] ...");
   std::map<std::string, std::string> given = {
-      {"--max-new-tokens", "64"}, {"--temperature", "0.8"}, {"--top-k", "0"}, {"--top-p", "0.95"}, {"--seed", "0"}};
+      {"--max-new-tokens", "64"}, {"--temperature", "0.8"}, {"--top-k", "0"}, {"--top-p", "0.95"}, {"--seed", "0"},
+      {"--grammar", ""}};
   for (int i = 3; i < count; i += 2) {
     if (!given.count(words[i])) fail("unknown option " + std::string(words[i]));
     given[words[i]] = words[i + 1];

@@ -27,8 +27,13 @@ const fail = message => { console.error(message); process.exit(1); };
 if (!folder) fail("give a folder that `qsample export`, `bake` or `compile` wrote");
 const read = async name => JSON.parse(await readFile(join(folder, name), "utf8"));
 const manifest = await read("qsample.json");
-if (manifest.contract_version !== "2.0") fail(`the package follows contract ${manifest.contract_version}, this program 2.0`);
+const version = manifest.contract_version;
+if (version !== "2.0" && version !== "2.4") fail(`the package follows contract ${version}, this program 2.0 and 2.4`);
 const { interface: graph, token_ids, compilation, max_position_embeddings: limit } = manifest;
+// A package of 2.4 may have features of the versions between.
+const { num_speculative_tokens, max_loras } = graph.features;
+if (num_speculative_tokens || max_loras || graph.image)
+  fail("the package has steps of several tokens, adapters or images, which this program does not know");
 if (!graph.features.sampler) fail("the package was exported without its sampler; this program needs it");
 const tokenizer = new Tokenizer(await read("tokenizer.json"), await read("tokenizer_config.json").catch(() => ({})));
 const { ids } = tokenizer.encode(given.prompt);
@@ -59,6 +64,9 @@ const parameters = {
   stop_ids: tensor("int32", stops, [1, stops.length]),
   logit_bias: tensor("float32", [0], [1, 1]), emit: tensor("bool", [1]), searched_rows: tensor("int64", [0]),
   allowed_tokens: tensor("int32", new Array(words).fill(-1), [1, words]),
+  grammar_deadline: tensor("int32", [2 ** 31 - 1]),
+  grammar_classes: tensor("int32", new Array(graph.vocab_size).fill(0), [1, graph.vocab_size]),
+  grammar_transitions: tensor("int32", [0], [1, 1]),
 };
 const off = ({ type, shape }) => tensor(type, [shape.length > 1 ? -1 : 0], shape.map(() => 1));
 const known = { ...parameters, ...states };

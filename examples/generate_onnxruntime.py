@@ -29,6 +29,21 @@ def retained_name(state: str) -> str:
     return f"{state}_RetainedState"
 
 
+def read_grammar(path: Path) -> dict[str, np.ndarray]:
+    """The tables that `qsample grammar` wrote, by the names of the inputs. The file has the format safetensors: the
+    length of a header of JSON, the header, and the numbers."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    tables = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            numbers = np.frombuffer(content[start + begin : start + end], dtype="<i4")
+            tables[name] = numbers.reshape(about["shape"])
+    return tables
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,6 +63,11 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=0,
         help="guesses a step, for packages compiled with --num-speculative-tokens; the text stays the same",
+    )
+    parser.add_argument(
+        "--grammar",
+        type=Path,
+        help="a file that `qsample grammar` wrote for this package: the answer follows it",
     )
     return parser.parse_args()
 
@@ -71,6 +91,31 @@ def main() -> None:
     )
     if length >= capacity:
         raise SystemExit(f"the prompt has {length} tokens and the context holds {capacity}")
+
+    vocab_size = manifest["interface"]["vocab_size"]
+    max_length = min(capacity, length + args.max_new_tokens)
+    # Tables for no grammar: a single state, which allows every token and stays.
+    grammar = {
+        "grammar_classes": np.zeros((1, vocab_size), np.int32),
+        "grammar_transitions": np.zeros((1, 1), np.int32),
+        "grammar_drafts": np.int32([-1]),
+    }
+    if args.grammar is not None:
+        if not manifest["interface"]["features"].get("grammars"):
+            raise SystemExit("the package takes no grammars; export the model with --grammars")
+        grammar = read_grammar(args.grammar)
+        tokens_of_grammar = grammar["grammar_classes"].shape[1]
+        if tokens_of_grammar != vocab_size:
+            raise SystemExit(
+                f"the grammar is for {tokens_of_grammar} tokens and the model has {vocab_size}; "
+                "write it with `qsample grammar` for this package"
+            )
+        shortest, room = grammar["grammar_distances"][1], max_length - length
+        if room < shortest:
+            raise SystemExit(
+                f"the shortest answer of the grammar has {shortest} tokens, and {room} are left; "
+                f"give --max-new-tokens {shortest} or more, and a shorter prompt if the context is full"
+            )
 
     if args.provider == "cuda":
         ort.preload_dlls()  # the CUDA libraries of pip packages
@@ -111,6 +156,8 @@ def main() -> None:
                 value.shape(), kind, args.provider
             )
             states[name].update_inplace(value)
+    if args.grammar is not None:
+        states["grammar_state"].update_inplace(np.int32([1]))  # the state in which an answer begins
 
     # 2. The sampling parameters, a value per row, which stay the same in all calls.
     stops = manifest["token_ids"]["eos"] or [-1]
@@ -124,7 +171,7 @@ def main() -> None:
         "presence_penalty": np.float32([0]),
         "frequency_penalty": np.float32([0]),
         "min_length": np.int32([0]),
-        "max_length": np.int32([min(capacity, length + args.max_new_tokens)]),
+        "max_length": np.int32([max_length]),
         "stop_ids": np.int32([stops]),
         # For a captured graph: the rows that may keep more than its 64 candidates. On the CPU, ONNX Runtime before 1.32
         # needs at least a single row.
@@ -133,12 +180,12 @@ def main() -> None:
         # Optional features, off: no bias, every token allowed.
         "logit_bias_ids": np.int32([[-1]]),
         "logit_bias": np.float32([[0]]),
-        "allowed_tokens": np.full(
-            (1, -(-manifest["interface"]["vocab_size"] // 32)), -1, dtype=np.int32
-        ),
+        "allowed_tokens": np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32),
         "typical_p": np.float32([1]),
         "adaptive_target": np.float32([-1]),
         "prompt_lookup_num_tokens": np.int32([args.prompt_lookup_num_tokens]),
+        "grammar_deadline": np.int32([2**31 - 1]),
+        **grammar,
     }
     # Every other filter is off with zeros, or with -1 in place of tokens.
     for tensor in decoder.get_inputs():

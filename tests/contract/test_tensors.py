@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.grammar_files import choice_tables
 from tests.helpers.plain_host import PlainHost, State
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "contract.md").read_text("utf-8")
@@ -19,9 +20,14 @@ LONG, SHORT = (np.random.default_rng(n).integers(4, 260, n).tolist() for n in (1
 DRAWN = {"temperature": [0.9], "repetition_penalty": [1.5], "frequency_penalty": [0.5]}
 
 
+@pytest.fixture(scope="module", params=[{}, {"for_serving": True}], ids=["plain", "for_serving"])
+def host(request: pytest.FixtureRequest, exported: Callable[..., Path]) -> PlainHost:
+    return PlainHost(exported("llama", **request.param))
+
+
 @pytest.fixture(scope="module")
-def host(llama_package: Path) -> PlainHost:
-    return PlainHost(llama_package)
+def serving_host(exported: Callable[..., Path]) -> PlainHost:
+    return PlainHost(exported("llama", for_serving=True))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,9 @@ def test_a_row_begins_anew_over_what_another_left(host: PlainHost) -> None:
     state = used_state(host, 9)
     state["lengths"][:] = state["status"][:] = 0
     state["output_counts"][:] = 0
+    if "grammar_state" in state:
+        # As if the row before had followed a grammar, whose tables are gone.
+        state["grammar_state"][:] = 0
     state["noise"] = host.start([5], T)["noise"]
     assert host.generate(state, SHORT, 8, **DRAWN) == wanted
     for name, value in state.items():
@@ -101,6 +110,36 @@ def test_a_row_goes_on_from_a_common_beginning(host: PlainHost) -> None:
     state["lengths"][:], state["output_counts"][:] = 7, 0
     state["tokens"][0, 7:] = LONG[0]
     assert host.generate(state, SHORT, 8, **DRAWN) == wanted
+
+
+def test_rows_follow_tables_and_others_do_not(serving_host: PlainHost) -> None:
+    """docs/contract.md, Grammars: the row with state 1 gives an answer, its neighbour what it would give alone."""
+    assert serving_host.manifest["contract_version"] == "2.4"
+    assert serving_host.manifest["interface"]["features"]["grammars"] is True
+    stop = 2
+    answers = [[50, 60, 70], [80, 90]]
+    vocab_size = serving_host.manifest["interface"]["vocab_size"]
+    tables: dict[str, Any] = dict(choice_tables(vocab_size, answers))
+    free = serving_host.generate(serving_host.start([1], T), LONG, 4)
+    state = serving_host.start([0, 1], T)
+    state["grammar_state"][:] = [1, 0]
+    ids: Any = [LONG, LONG]
+    tokens = []
+    while state["status"][0] == 0:
+        outputs = serving_host.call(state, ids, stop_ids=[[stop], [-1]], **tables)
+        state = serving_host.after(state, outputs)
+        ids = outputs["next_ids"]
+        tokens.append(ids[:, 0].tolist())
+    first_row = [both[0] for both in tokens]
+    other_row = [both[1] for both in tokens]
+    assert first_row[-1] == stop
+    assert first_row[:-1] in answers
+    assert other_row == free[: len(other_row)]
+    # The next answer begins in state 1 again, with room for the shortest answer alone.
+    again = serving_host.start([0], T)
+    again["grammar_state"][:] = 1
+    limit = {"max_length": [len(LONG) + 3], "stop_ids": [[stop]]}
+    assert serving_host.generate(again, LONG, 3, **limit, **tables) == [80, 90, stop]
 
 
 @pytest.mark.parametrize("status", [1, 2, 3])

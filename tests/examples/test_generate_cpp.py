@@ -7,13 +7,16 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
 import pytest
 
 from qsample.contract.tensors import EXTRA_PARAMETERS
+from qsample.package.package import read_package
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.grammar_files import GrammarFile, choice_tables, write_tables
 
 SOURCE = Path(__file__).parents[2] / "examples" / "generate.cpp"
 HEADER = "onnxruntime_cxx_api.h"
@@ -69,21 +72,29 @@ def run(program: Path, package: Path, *arguments: object) -> subprocess.Complete
 
 
 def same_tokens(
-    program: Path, package: Path, prompt: list[int], seed: int, **options: float
-) -> None:
-    flags = [
-        word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)
-    ]
+    program: Path,
+    package: Path,
+    prompt: list[int],
+    seed: int,
+    grammar: GrammarFile | None = None,
+    **options: float,
+) -> list[int]:
+    """Compare the program's tokens with the runtime's and return the new ones."""
+    flags: list[object] = []
+    for name, value in options.items():
+        flags += [f"--{name.replace('_', '-')}", value]
+    keywords: dict[str, Any] = {"top_k": 0} | options
+    if grammar is not None:
+        flags += ["--grammar", grammar.path]
+        keywords["grammar"] = grammar.token_grammar
     result = run(
         program, package, " ".join(map(str, prompt)), "--seed", seed, "--max-new-tokens", 20, *flags
     )
     assert result.returncode == 0, result.stderr
-    expected = load(package).generate(
-        prompt, max_new_tokens=20, seed=seed, **({"top_k": 0} | options)
-    )  # type: ignore[arg-type]
-    assert [int(token) for token in result.stdout.split()] == expected.sequences[
-        0, len(prompt) :
-    ].tolist()
+    expected = load(package).generate(prompt, max_new_tokens=20, seed=seed, **keywords)
+    tokens = expected.sequences[0, len(prompt) :].tolist()
+    assert [int(token) for token in result.stdout.split()] == tokens
+    return tokens
 
 
 @pytest.mark.slow
@@ -115,6 +126,53 @@ def test_every_kind_of_package(
     ]  # type: ignore[arg-type]
     for package in made:
         same_tokens(program, package.path, [1, 2], 3, temperature=0.9, top_p=1)
+
+
+@pytest.mark.slow
+def test_an_answer_follows_the_tables(
+    program: Path, exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    package = exported("llama", for_serving=True)
+    interface = read_package(package).manifest.interface
+    answers = [[10, 11, 12], [20, 21]]
+    tables = choice_tables(interface.vocab_size, answers)
+    grammar = write_tables(tmp_path / "choice.safetensors", tables)
+    found = set()
+    for seed in range(8):
+        tokens = same_tokens(program, package, [5, 6], seed, grammar, temperature=9.0, top_p=1)
+        # Without the stop token.
+        found.add(tuple(tokens[:-1]))
+    assert found == {tuple(answer) for answer in answers}
+    # Without the option, every token is allowed.
+    same_tokens(program, package, [5, 6], 1, temperature=0.8, top_p=0.9)
+
+
+@pytest.mark.slow
+def test_grammars_that_are_refused(
+    program: Path, bundled_package: Path, exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    package = exported("llama", for_serving=True)
+    interface = read_package(package).manifest.interface
+    tables = choice_tables(interface.vocab_size, [[10, 11, 12], [20, 21]])
+    grammar = write_tables(tmp_path / "choice.safetensors", tables).path
+    other = write_tables(tmp_path / "other.safetensors", choice_tables(7, [[1]])).path
+    content = grammar.read_bytes()
+    cut_off = tmp_path / "cut off"
+    cut_off.write_bytes(content[:-1])
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    for path, file, limit, message in (
+        (bundled_package, grammar, 20, "the package takes no grammars"),
+        (package, tmp_path / "missing", 20, "missing cannot be read"),
+        (package, other, 20, "the grammar is for 7 tokens"),
+        (package, cut_off, 20, "is cut off"),
+        (package, empty, 20, "has no grammar_classes"),
+        (package, grammar, 2, "the shortest answer of the grammar has 3 tokens, and 2 are left"),
+    ):
+        result = run(program, path, "1", "--grammar", file, "--max-new-tokens", limit)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

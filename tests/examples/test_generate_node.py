@@ -91,3 +91,8 @@ def test_clear_messages(tmp_path: Path) -> None:
         assert result.returncode == 1
         assert message in result.stderr
         assert result.stderr.count("\n") == 1
+
+
+def test_a_package_for_serving(exported: Callable[..., Path]) -> None:
+    """It takes grammars, and their tables are off."""
+    same_text(exported("llama", for_serving=True), 7, temperature=0.8, top_k=20, top_p=0.9)

@@ -1,4 +1,4 @@
-"""A host that knows docs/contract.md and ONNX Runtime, and nothing of the project's code."""
+"""A host that knows docs/contract.md up to 2.4 and ONNX Runtime, and nothing of the project's code."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ OFF: dict[str, tuple[float, type]] = {
     "frequency_penalty": (0, np.float32),
     "min_length": (0, np.int32),
     "max_length": (2**31 - 1, np.int32),
+}
+# Of packages for serving; vectors without these inputs leave them out.
+OFF_FOR_SERVING: dict[str, tuple[float, type]] = {
+    "penalty_last_n": (-1, np.int32),
+    "grammar_deadline": (2**31 - 1, np.int32),
 }
 State = dict[str, np.ndarray]
 
@@ -49,11 +54,13 @@ class PlainHost:
         return dict(zip(names, values, strict=True))
 
     def call(self, state: State, ids: Any, lengths: list[int] | None = None, **given: Any) -> State:
-        """Every output of a call. ids: [B, S]. lengths: None = S in each row. What the graph lacks is passed over."""
+        """Every output of a call. ids: [B, S]. lengths: None = S in each row. given: parameters, a value per row, and
+        tables of grammars. What the graph lacks is passed over."""
         ids = np.int64(ids)
         rows = len(ids)
         feed: dict[str, np.ndarray] = {
-            name: np.full(rows, off, dtype) for name, (off, dtype) in OFF.items()
+            name: np.full(rows, off, dtype)
+            for name, (off, dtype) in (OFF | OFF_FOR_SERVING).items()
         }
         feed |= {"stop_ids": np.full((rows, 1), -1, np.int32), "emit": np.full(rows, True)}
         feed |= {
@@ -70,6 +77,7 @@ class PlainHost:
             "allowed_tokens": np.full((rows, words), -1, np.int32),
             "searched_rows": np.arange(rows),
         }
+        feed |= no_grammar(self.manifest["interface"]["vocab_size"])
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state
         values = self._decoder.run(
@@ -90,6 +98,18 @@ class PlainHost:
             state, ids = self.after(state, outputs), outputs["next_ids"]
             tokens.append(int(ids[0, 0]))
         return tokens
+
+
+def no_grammar(vocab_size: int) -> dict[str, np.ndarray]:
+    """The tables that let rows in state 0 draw any token."""
+    return {
+        "grammar_classes": np.zeros((1, vocab_size), np.int32),
+        "grammar_transitions": np.zeros((1, 1), np.int32),
+        "grammar_distances": np.zeros(1, np.int32),
+        "grammar_maps": np.zeros(1, np.int32),
+        "grammar_late": np.zeros(1, np.int32),
+        "grammar_drafts": np.full(1, -1, np.int32),
+    }
 
 
 def retained(state: str) -> str:

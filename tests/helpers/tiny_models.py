@@ -125,4 +125,5 @@ def with_features(source: Package, path: Path, features: Features) -> None:
             shutil.copyfile(file, writer.directory / file.name)
         (writer.directory / MANIFEST_NAME).unlink()
         write_graphs(model, interface, source.manifest.token_ids.pad, writer.directory)
-        writer.finish(replace(source.manifest, interface=interface))
+        version = interface.contract_version
+        writer.finish(replace(source.manifest, interface=interface, contract_version=version))

@@ -14,6 +14,7 @@ import pytest
 from qsample import SamplingParams
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.contract.tensors import HOST_AXES
 from qsample.errors import CompileError
 from qsample.ort.options import session_options
 from qsample.ort.providers import WEBGPU, open_session
@@ -58,7 +59,8 @@ def test_nothing_but_tokens_crosses_to_the_host(compiled: Compiled, tmp_path: Pa
     assert package.manifest.compilation is not None
     given = package.manifest.compilation.provider_options
     session = open_session(package.path / "decoder.onnx", options, [WEBGPU], given)
-    sizes: dict[str, int] = {**package.interface.sizes, "B": 2, "S": 1, "T": 32, "R": 1, "E": 1}
+    sizes: dict[str, int] = {**package.interface.sizes, **dict.fromkeys(HOST_AXES, 1)}
+    sizes |= {"B": 2, "S": 1, "T": 32, "R": 1}
     spec = package.interface.decoder
     feeds = {
         one.name: np.full(one.shape(sizes), one.off or 0, one.dtype)
