@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 from qsample.request.grammar import invalid_grammar
-from qsample.request.structured.not_regular import NotRegularError, checked_length
+from qsample.request.structured.not_regular import NEVER, NotRegularError, checked_length
 from qsample.request.structured.state_graph import (
     Predecessors,
     distances_to,
@@ -80,12 +80,14 @@ def automaton_of(expression: str) -> ByteAutomaton:
 
     Args:
         expression: an expression of Rust's regex crate that the whole answer matches. Its brackets
-            have to match.
+            have to match, and it may not look around: an anchor in it matches nothing.
 
     Raises:
         InvalidGrammarError: the expression is invalid, or no text matches it.
         NotRegularError: the expression looks around, or its automaton is too large.
     """
+    if expression == NEVER:
+        raise invalid_grammar(_NO_TEXT_REASON)
     transitions, final = _read_index(_index_of(checked_length(expression)))
     states = len(transitions)
     if states > MAX_BYTE_STATES:

@@ -129,7 +129,7 @@ class _Translation:
             depth: the number of parts around it.
         """
         if depth > MAX_NESTING:
-            raise NotRegularError(f"{path}: nested more than {MAX_NESTING} deep")
+            raise NotRegularError(f"{path:.80}...: nested more than {MAX_NESTING} deep")
         if schema is False:
             return NEVER
         if schema is True:
