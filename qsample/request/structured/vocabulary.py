@@ -91,20 +91,22 @@ class TokenVocabulary:
         Args:
             tokenizer: llguidance's LLTokenizer.
             added_texts: the texts of the added tokens that are not special, by their ids.
-                llguidance takes some of them for special tokens: those in angle brackets.
+                llguidance takes those in angle brackets for special tokens, and letters of other
+                scripts in them for single bytes.
         """
         size: int = tokenizer.vocab_size
         tokens: list[bytes] = [tokenizer.decode_bytes([token]) for token in range(size)]
         special_ids: dict[str, list[int]] = {}
         for token in range(size):
-            if not tokenizer.is_special_token(token):
-                continue
-            text = tokens[token].decode("utf-8", "replace")
-            tokens[token] = added_texts.get(token, "").encode()
-            # llguidance writes the ids that a tokenizer lacks in the form <[123]>, and takes the
-            # byte 255, which is in no text, for a special token without a text.
-            if not tokens[token] and text not in ("", f"<[{token}]>"):
-                special_ids.setdefault(text, []).append(token)
+            if token in added_texts:
+                tokens[token] = added_texts[token].encode()
+            elif tokenizer.is_special_token(token):
+                text = tokens[token].decode("utf-8", "replace")
+                tokens[token] = b""
+                # llguidance writes the ids that a tokenizer lacks in the form <[123]>, and takes
+                # the byte 255, which is in no text, for a special token without a text.
+                if text not in ("", f"<[{token}]>"):
+                    special_ids.setdefault(text, []).append(token)
         return cls.of_tokens(tokens, special_ids)
 
     @classmethod
