@@ -317,8 +317,9 @@ def _fold(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> tuple[Array,
     for text, column in special_columns.items():
         token_columns[list(vocabulary.special_ids.get(text, ()))] = column
 
-    used, token_columns = np.unique(token_columns, return_inverse=True)
-    return columns.states(used), token_columns
+    is_used = np.bincount(token_columns) > 0
+    places = np.cumsum(is_used) - 1
+    return columns.states(np.flatnonzero(is_used)), places[token_columns]
 
 
 class _Columns:

@@ -21,6 +21,7 @@ class TrieLevel:
     Attributes:
         parents: [N] int64, the place of each node's parent in the level before; 0 for the root.
         last_bytes: [N] int64, the byte that leads from the parent to each node.
+        keys: [N] int64, 256 times the parent plus the byte; they rise.
         tokens: [N] int64, the first token whose bytes end in each node; -1 for none.
         token_ids: [M] int64, all tokens whose bytes end in a node of this level.
         token_nodes: [M] int64, the nodes in which they end.
@@ -28,6 +29,7 @@ class TrieLevel:
 
     parents: Array
     last_bytes: Array
+    keys: Array
     tokens: Array
     token_ids: Array
     token_nodes: Array
@@ -42,10 +44,9 @@ class TrieLevel:
         Returns:
             [Q] int64, places in this level; -1 for none.
         """
-        keys = self.parents * 256 + self.last_bytes
         wanted = parents * 256 + last_bytes
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[places] == wanted, places, -1)
+        places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where(self.keys[places] == wanted, places, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +151,9 @@ def _levels(tokens: Sequence[bytes]) -> list[TrieLevel]:
         first_tokens = np.full(len(parents), -1, np.int64)
         # Sorting keeps the order of equal tokens, and the first assignment must be the last one.
         first_tokens[token_nodes[::-1]] = token_ids[::-1]
-        levels.append(TrieLevel(parents, last_bytes[is_new], first_tokens, token_ids, token_nodes))
+        new_bytes = last_bytes[is_new]
+        keys = parents * 256 + new_bytes
+        levels.append(TrieLevel(parents, new_bytes, keys, first_tokens, token_ids, token_nodes))
         longer = longer[~ends]
         nodes = nodes[~ends]
     return levels
