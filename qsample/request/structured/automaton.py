@@ -116,11 +116,12 @@ def _index_of(expression: str) -> Any:
     """outlines_core's index of an expression over the single bytes. A mark comes before the
     expression and another after it.
 
-    outlines_core 0.2.14 has two faults that the marks evade. It drops a byte after a final state
-    if the next state is not final: of `a|abc` it keeps `a` alone. Only the end of a mark is final
-    here. And it determinises searches that start anywhere, which takes exponential time for some
-    counted repetitions. The empty alternative outranks later starts. It makes the first state
-    final, so the byte of the first mark is dropped, and `_start_of` finds the state after it.
+    The marks evade three faults of outlines_core 0.2.14. It prefers the first alternative: of
+    `a|ab` it keeps `a` alone. It drops a byte after a final state if the next state is not final:
+    of `(abc)?` it keeps nothing. Here, only the end of the last mark is final. And it determinises
+    searches that start anywhere, which takes exponential time for some counted repetitions. The
+    empty alternative outranks later starts. It makes the first state final, so the first byte of
+    the first mark is dropped, and `_start_of` finds the state after that mark.
     """
     from outlines_core import Index, Vocabulary
 
@@ -213,7 +214,7 @@ def _refined(classes: Array, transitions: Array) -> Array:
     changed = np.arange(len(classes))
     while len(changed):
         # States of a block whose next states kept their numbers still agree with each other, and
-        # with none of the others.
+        # differ from the block's states whose next states have new numbers.
         affected = np.unique(predecessors.of(changed))
         signatures = np.column_stack([classes[affected], padded[transitions[affected]]])
         first, groups = equal_rows(signatures)

@@ -263,7 +263,7 @@ def token_grammar(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> Toke
     rows = row_of[transitions[kept]]
 
     first, column_classes = equal_rows(np.vstack([np.full(len(kept), -1), rows.T]))
-    # The first group is the one of the column before all others.
+    # The first group is the one of the added column.
     num_classes = len(first)
     table_bytes = 4 * (START_ROW + len(kept)) * num_classes
     if table_bytes > MAX_TABLE_BYTES:
