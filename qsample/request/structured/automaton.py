@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 from qsample.request.grammar import invalid_grammar
-from qsample.request.structured.not_regular import NotRegularError, checked_length
+from qsample.request.structured.not_regular import NEVER, NotRegularError, checked_length
 from qsample.request.structured.state_graph import (
     Predecessors,
     distances_to,
@@ -80,12 +80,14 @@ def automaton_of(expression: str) -> ByteAutomaton:
 
     Args:
         expression: an expression of Rust's regex crate that the whole answer matches. Its brackets
-            have to match.
+            have to match, and it may not look around: an anchor in it matches nothing.
 
     Raises:
         InvalidGrammarError: the expression is invalid, or no text matches it.
         NotRegularError: the expression looks around, or its automaton is too large.
     """
+    if expression == NEVER:
+        raise invalid_grammar(_NO_TEXT_REASON)
     transitions, final = _read_index(_index_of(checked_length(expression)))
     states = len(transitions)
     if states > MAX_BYTE_STATES:
@@ -114,11 +116,12 @@ def _index_of(expression: str) -> Any:
     """outlines_core's index of an expression over the single bytes. A mark comes before the
     expression and another after it.
 
-    outlines_core 0.2.14 has two faults that the marks evade. It drops a byte after a final state
-    if the next state is not final: of `a|abc` it keeps `a` alone. Only the end of a mark is final
-    here. And it determinises searches that start anywhere, which takes exponential time for some
-    counted repetitions. The empty alternative outranks later starts. It makes the first state
-    final, so the byte of the first mark is dropped, and `_start_of` finds the state after it.
+    The marks evade three faults of outlines_core 0.2.14. It prefers the first alternative: of
+    `a|ab` it keeps `a` alone. It drops a byte after a final state if the next state is not final:
+    of `(abc)?` it keeps nothing. Here, only the end of the last mark is final. And it determinises
+    searches that start anywhere, which takes exponential time for some counted repetitions. The
+    empty alternative outranks later starts. It makes the first state final, so the first byte of
+    the first mark is dropped, and `_start_of` finds the state after that mark.
     """
     from outlines_core import Index, Vocabulary
 
@@ -211,7 +214,7 @@ def _refined(classes: Array, transitions: Array) -> Array:
     changed = np.arange(len(classes))
     while len(changed):
         # States of a block whose next states kept their numbers still agree with each other, and
-        # with none of the others.
+        # differ from the block's states whose next states have new numbers.
         affected = np.unique(predecessors.of(changed))
         signatures = np.column_stack([classes[affected], padded[transitions[affected]]])
         first, groups = equal_rows(signatures)
