@@ -28,10 +28,7 @@ from typing import Any, Final
 import numpy as np
 from report import describe_machine, print_table
 
-from qsample.request.grammar import Form, GrammarGuide, compile_grammar, grammar_of
-from qsample.request.structured.grammars import Wish
-from qsample.runtime import CausalLM, SamplingParams, load
-
+# The systems are imported in their own processes: libraries that share one may choose other kernels.
 ROWS: Final = 8
 PROMPT: Final = "Write a long list as JSON:\n"
 PAUSE_S: Final = 0.1  # threads of the case before may still spin
@@ -58,6 +55,10 @@ class Qsample:
     """qsample's three ways; a package with the features for serving."""
 
     def __init__(self, package: Path, threads: int, new_tokens: int) -> None:
+        from qsample.request.grammar import Form, compile_grammar, grammar_of
+        from qsample.request.structured.grammars import Wish
+        from qsample.runtime import load
+
         self._model = load(package, intra_op_num_threads=threads)
         self._new_tokens = new_tokens
         assert self._model.tokenizer is not None
@@ -70,6 +71,8 @@ class Qsample:
         self._masks = [compile_grammar(grammar_of(form), tokenizer, vocab_size) for form in forms]
 
     def _step(self, **options: Any) -> float:
+        from qsample.runtime import SamplingParams
+
         params = SamplingParams(temperature=0.8, max_new_tokens=self._new_tokens)
         if not options:
             params = SamplingParams(
@@ -87,6 +90,8 @@ class Qsample:
         }
 
     def _guide(self) -> Callable[..., None]:
+        from qsample.request.grammar import GrammarGuide
+
         guides = [GrammarGuide(mask, row) for row, mask in enumerate(self._masks)]
 
         def write(step: Any, mask: np.ndarray) -> None:

@@ -20,6 +20,7 @@ from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.runtime import CausalLM, Engine, SamplingParams, Step, load
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.reference_grammar import forbidden, next_state
+from tests.helpers.schema_answers import ANY_TOKEN, OWN_TOKENS, check_answers
 from tests.helpers.tiny_models import with_features
 
 pytest.importorskip("llguidance")
@@ -332,3 +333,12 @@ def test_other_stop_tokens(model: CausalLM, make: Callable[..., TokenGrammar]) -
         text = model.tokenizer.decode(output.token_ids[0][:-1])
         assert output.token_ids[0][-1] == stop
         assert text in ("yes", "no", "perhaps", "yes the end", "no the end", "perhaps the end")
+
+
+@pytest.mark.parametrize(
+    "count", [24, pytest.param(2000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("temperature", [OWN_TOKENS, ANY_TOKEN])
+def test_answers_to_random_schemas(model: CausalLM, count: int, temperature: float) -> None:
+    """Eight schemas a batch, at limits from the shortest answer up: jsonschema finds every answer valid."""
+    check_answers(model, count, seed=count, temperature=temperature)
