@@ -1,4 +1,4 @@
-"""Forms of answers, and their tables over the tokens of a model, computed here from docs/contract.md and not by qsample.
+"""Forms of answers, and their tables over the tokens of a model, computed here from docs/contract.md, not by qsample.
 
 A form is a finite automaton over characters. Its states are numbered from 0, where an answer begins.
 """
