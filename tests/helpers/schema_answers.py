@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from qsample.request.grammar import Form
+from qsample.request.grammar import Form, InvalidGrammarError
 from qsample.request.structured.grammars import Wish
 from qsample.request.structured.not_regular import NotRegularError
 from qsample.request.structured.tables import TokenGrammar
@@ -29,7 +29,7 @@ def compiled_schema(
         schema = random_schema(rng)
         try:
             tables = model.grammars.tables(Wish(Form("json_schema", schema)))
-        except NotRegularError:
+        except (NotRegularError, InvalidGrammarError):  # too large, or without a valid document
             continue
         if tables.shortest <= MAX_TOKENS and tables.transitions.nbytes < 2 << 20:
             return schema, tables

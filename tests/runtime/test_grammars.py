@@ -298,9 +298,9 @@ def test_guesses_change_no_token(
 
 def test_refusals(model: CausalLM, make: Callable[..., TokenGrammar], llama_package: Path) -> None:
     choice = make("(yes|no|perhaps)")
-    with pytest.raises(ValueError, match="exported without grammars.*--grammars"):
+    with pytest.raises(ValueError, match=r"exported without grammars.*--grammars"):
         load(llama_package).generate([[3]], grammar=choice)
-    with pytest.raises(ValueError, match="grammar is 7; give a result of CausalLM.grammar"):
+    with pytest.raises(ValueError, match=r"grammar is 7; give a result of CausalLM\.grammar"):
         model.generate("And", grammar=7)
     with pytest.raises(ValueError, match="a list with one for each prompt"):
         model.generate(["And", "The"], grammar=[choice])

@@ -383,7 +383,7 @@ class Grammars:
 
 
 def _open_tokenizer(arguments: TokenizerArguments) -> Any:
-    """llguidance's tokenizer of a model. Raises ArgumentError."""
+    """Llguidance's tokenizer of a model. Raises ArgumentError."""
     from llguidance import LLTokenizer
 
     try:
