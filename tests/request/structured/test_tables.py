@@ -218,10 +218,14 @@ def test_a_budget_has_tables(is_open: bool) -> None:
     assert (grammar.transitions[~is_late][:, grammar.classes] >= 0).all()
 
 
+# With many walks, the forms and tokenizers together take more than 20,000 steps.
+@pytest.mark.parametrize(
+    "walks", [3, pytest.param(150, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_are_those_of_llguidance(
-    name: str, kind: str, request: pytest.FixtureRequest
+    name: str, kind: str, walks: int, request: pytest.FixtureRequest
 ) -> None:
     made: Kind = request.getfixturevalue(kind)
     expression = expression_of(FORMS[name])
@@ -229,7 +233,7 @@ def test_masks_are_those_of_llguidance(
     rng = np.random.default_rng(5)
     bits = np.zeros((1, (made.tokenizer.vocab_size + 31) // 32), np.int32)
     num_equal = 0
-    for _ in range(3):
+    for _ in range(walks):
         matcher = LLMatcher(made.tokenizer, LLMatcher.grammar_from_regex(expression))
         row = 1
         for _ in range(30):
