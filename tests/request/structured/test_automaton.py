@@ -168,6 +168,33 @@ def test_late_states_allow_the_rest_of_the_end(has_form: bool, is_open: bool) ->
         assert late == state_after(automaton, (before + text + rest).encode())
 
 
+@pytest.mark.parametrize("has_form", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_late_thoughts_complete_a_character(has_form: bool, is_open: bool) -> None:
+    form = automaton_of("a|ee") if has_form else None
+    automaton = with_thoughts(form, Thoughts(START, END, is_open))
+    before = b"" if is_open else START.encode()
+    after_thought = state_after(automaton, before + b"x")
+    for character in "é日😊":
+        content = character.encode()
+        for cut in range(1, len(content)):
+            state = state_after(automaton, before + b"x" + content[:cut])
+            late = int(automaton.late[state])
+            for byte in content[cut:]:
+                allowed = np.flatnonzero(automaton.transitions[late, :256] >= 0)
+                assert allowed.tolist() == [*range(0x80, 0xC0)]
+                assert automaton.late[late] == late
+                assert not automaton.final[late]
+                late = int(automaton.transitions[late, byte])
+            assert late == automaton.late[after_thought]
+        assert state_after(automaton, before + b"x" + content) == after_thought
+    # Bytes that are no text are thoughts, too.
+    broken = state_after(automaton, before + b"\xe6\xc3x")
+    assert broken == after_thought
+    ended = state_after(automaton, before + b"\xf0" + END.encode())
+    assert ended == state_after(automaton, before + END.encode())
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_special_tokens_spell_the_start_and_the_end(is_open: bool) -> None:
     automaton = with_thoughts(automaton_of("a|ee"), Thoughts(START, END, is_open))
@@ -187,7 +214,7 @@ def test_a_budget_allows_everything(is_open: bool) -> None:
     automaton = with_thoughts(None, Thoughts(START, END, is_open))
     is_late = np.zeros(len(automaton.late), bool)
     is_late[automaton.late[automaton.late != np.arange(len(automaton.late))]] = True
-    assert is_late.sum() == len(END)
+    assert is_late.sum() == len(END) + 3  # inside a character of up to four bytes
     assert automaton.special_texts == (START, END, "")
     assert (automaton.transitions[~is_late] >= 0).all()
     assert (automaton.final == ~is_late).all()
