@@ -18,6 +18,7 @@ from qsample.request.structured.automaton import Thoughts, automaton_of, with_th
 from qsample.request.structured.tables import TokenGrammar, token_grammar
 from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.runtime import CausalLM, Engine, SamplingParams, Step, load
+from qsample.runtime.decode.slots import Slots, Snapshot
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.reference_grammar import forbidden, next_state
 from tests.helpers.schema_answers import ANY_TOKEN, OWN_TOKENS, check_answers
@@ -179,6 +180,37 @@ def test_in_an_engine(
         for row, request in requests:
             output = request.result(60)
             assert (output.token_ids, output.finish_reason) == wanted[row]
+
+
+def test_nothing_is_read_between_tokens(
+    model: CausalLM, make: Callable[..., TokenGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read every eight steps, with a grammar as without; masks of the host need each token."""
+    reads: list[int] = []
+    plain_read = Slots.read
+
+    def read(self: Slots, *given: Any, **options: Any) -> Snapshot:
+        reads.append(self.step)
+        return plain_read(self, *given, **options)
+
+    monkeypatch.setattr(Slots, "read", read)
+    words = make(r"[a-z]{40}")
+    counts = []
+    for grammar in (words, None):
+        reads.clear()
+        output = model.generate(
+            PROMPTS[:2],
+            seed=1,
+            temperature=1.0,
+            max_new_tokens=48,
+            eos_token_id=2,
+            grammar=[grammar, None],
+            flush_every=8,
+        )
+        steps = max(len(ids) for ids in output.token_ids) - 1
+        counts.append(len(reads))
+        assert len(reads) <= steps / 8 + 3
+    assert abs(counts[0] - counts[1]) <= 1
 
 
 def test_answers_are_complete_within_any_limit(
