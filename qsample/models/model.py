@@ -37,12 +37,13 @@ from qsample.request.huggingface.facade import (
     dtype_name,
     is_dtype,
 )
-from qsample.request.refusals import NO_ADAPTERS
+from qsample.request.refusals import NO_ADAPTERS, NO_GRAMMARS
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
 
 if TYPE_CHECKING:
     from qsample.checkpoints.checkpoint import Checkpoint
     from qsample.exporters.export import LoadedModel
+    from qsample.request.structured.tables import TokenGrammar
     from qsample.runtime import CausalLM, GenerateOutput
     from qsample.runtime.adapters import Adapter
 
@@ -119,6 +120,13 @@ class Model(ModelMethods):
     def adapters(self) -> Mapping[str, Adapter]:
         """The LoRA adapters that `load_adapter` loaded, by name."""
         return self.runtime.adapters
+
+    def grammar(self, **form: Any) -> TokenGrammar:
+        """Tables by which the graph keeps an answer to a form, see `runtime.CausalLM.grammar`, which
+        has the arguments. Raises ValueError for a model without grammars."""
+        if not self.features.grammars:  # before an export
+            raise ValueError(NO_GRAMMARS)
+        return self.runtime.grammar(**form)
 
     def load_adapter(
         self, adapter_name: str, path: str | Path, *, hotswap: bool = False

@@ -289,6 +289,9 @@ def check_from_pretrained(given: Mapping[str, Any], own: Collection[str]) -> Non
         raise TypeError(unknown("from_pretrained has no argument", next(iter(rest)), own))
 
 
+NO_GRAMMARS: Final = (
+    "the model takes no grammars; export it with grammars=True (--grammars, or --for-serving)"
+)
 NO_ADAPTERS: Final = (
     "the model takes no LoRA adapters; export it with max_loras (--max-loras), the most adapters that a batch may use, "
     "or merge the adapter at export"

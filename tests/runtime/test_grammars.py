@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample import AutoModelForCausalLM
 from qsample.contract.interface import Features
 from qsample.package.package import read_package
 from qsample.request.structured.automaton import Thoughts, automaton_of, with_thoughts
@@ -374,3 +375,24 @@ def test_other_stop_tokens(model: CausalLM, make: Callable[..., TokenGrammar]) -
 def test_answers_to_random_schemas(model: CausalLM, count: int, temperature: float) -> None:
     """Eight schemas a batch, at limits from the shortest answer up: jsonschema finds every answer valid."""
     check_answers(model, count, seed=count, temperature=temperature)
+
+
+def test_a_package_and_a_model_make_grammars(
+    bundled_package: Path, adapted_server_package: Path
+) -> None:
+    """As `qsample.AutoModelForCausalLM` opens them."""
+    package = AutoModelForCausalLM.from_pretrained(adapted_server_package)
+    texts = package.generate("And", grammar=package.grammar(choice=["just"]), seed=1).texts
+    assert texts == ["just"]
+    with pytest.raises(ValueError, match=r"takes no grammars; export it with grammars=True"):
+        AutoModelForCausalLM.from_pretrained(bundled_package).grammar(choice=["just"])
+    for wrong, message in (
+        ({}, "no form was given"),
+        ({"regex": "a", "choice": ["b"]}, "several forms were given"),
+        ({"json": {"type": "object"}}, "#: any object"),
+        ({"json": "{"}, "is not valid JSON"),
+        ({"regex": "("}, "no answer can follow that form"),
+        ({"choice": []}, "choice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            package.grammar(**wrong)
