@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from qsample.addons.serve.chats import ChatCompletionRequest
+from qsample.addons.serve.forms import ANY_TEXT
 from qsample.addons.serve.messages import (
     CountTokensRequest,
     MessageAnswers,
@@ -374,11 +375,10 @@ def played(
         output = ended(2, 3, text=text, reason=reason, stop=stop, usage=Usage(10, 5, 4))
         pieces = [delta(2, text=text[start : start + size]) for start in range(0, len(text), size)]
         body = request(request_id="r", stream=stream, **fields)
-        metrics: Any = SimpleNamespace(follow=lambda *given: None)
-        answers = MessageAnswers(
-            served(Scripted(*pieces, output=output), reasoning="qwen3"), body, metrics, [5] * 10
-        )
-        await answers.start([[5] * 10], SamplingParams(), None, None)
+        metrics: Any = SimpleNamespace(follow=lambda *given: None, count_form=lambda *given: None)
+        model = served(Scripted(*pieces, output=output), reasoning="qwen3")
+        answers = MessageAnswers(model, body, metrics, [5] * 10, ANY_TEXT)
+        await answers.start([[5] * 10], SamplingParams(), None)
         if not stream:
             return await answers.whole()
         events = [event.decode().split("\n") async for event in answers.events() if event]
