@@ -217,6 +217,7 @@ def test_a_limit_by_the_names_of_its_api(client: TestClient) -> None:
     post(client, COMPLETIONS, **body_of(COMPLETIONS, 0, **fields))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", LIMITS)
 def test_a_context_without_room_for_the_form(
     local_app: LocalApp, client: TestClient, path: str
