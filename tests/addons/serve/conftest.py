@@ -17,7 +17,6 @@ from qsample.runtime import CausalLM, load
 from tests.conftest import made_once
 from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
-
 SERVED = Features(logprobs=True, top_logprobs=5, logit_bias=True)
 
 

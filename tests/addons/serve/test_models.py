@@ -24,7 +24,6 @@ from qsample.request.text.chat import ChatOptions
 from qsample.request.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_package
 
-
 FORMS = Features(grammars=True, allowed_tokens=True)
 
 
