@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -104,11 +105,15 @@ def checked_form(kind: _FormKind, value: str | list[str], name: str) -> Form:
 
 
 def _check_form(form: Form) -> None:
-    """Raise ArgumentError for an invalid form. A form is valid if it has tables or masks."""
+    """Raise ArgumentError for an invalid form, and ImportError without the libraries of forms. A form
+    is valid if it has tables or masks."""
     from qsample.request.grammar import check_form
     from qsample.request.structured.expression import expression_of
     from qsample.request.structured.not_regular import NotRegularError
 
+    # A missing library is an error before a model is opened, because that takes long.
+    for library in ("llguidance", "outlines_core"):
+        importlib.import_module(library)
     try:
         expression_of(form)
     except NotRegularError:
