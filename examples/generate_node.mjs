@@ -21,19 +21,20 @@ const { values: given, positionals: [folder] } = parseArgs({
     temperature: option("0.8"), // 0 is greedy
     "top-k": option("0"), // 0 is off
     "top-p": option("0.95"), // 1 is off
+    grammar: { type: "string" }, // a file of `qsample grammar` for this package: the answer follows it
   },
 });
 const fail = message => { console.error(message); process.exit(1); };
 if (!folder) fail("give a folder that `qsample export`, `bake` or `compile` wrote");
 const read = async name => JSON.parse(await readFile(join(folder, name), "utf8"));
 const manifest = await read("qsample.json");
-const version = manifest.contract_version;
-if (version !== "2.0" && version !== "2.4") fail(`the package follows contract ${version}, this program 2.0 and 2.4`);
 const { interface: graph, token_ids, compilation, max_position_embeddings: limit } = manifest;
-// A package of 2.4 may have features of the versions between.
-const { num_speculative_tokens, max_loras } = graph.features;
-if (num_speculative_tokens || max_loras || graph.image)
-  fail("the package has steps of several tokens, adapters or images, which this program does not know");
+const version = manifest.contract_version;
+if (!["2.0", "2.4"].includes(version)) fail(`the package follows contract ${version}, this program 2.0, and 2.4 for grammars`);
+// What else packages of 2.4 may have.
+if (graph.image || graph.features.max_loras || graph.features.num_speculative_tokens) {
+  fail("the package reads images, takes adapters or draws several tokens a step, which this program does not");
+}
 if (!graph.features.sampler) fail("the package was exported without its sampler; this program needs it");
 const tokenizer = new Tokenizer(await read("tokenizer.json"), await read("tokenizer_config.json").catch(() => ({})));
 const { ids } = tokenizer.encode(given.prompt);
@@ -51,8 +52,29 @@ const open = name => ort.InferenceSession.create(join(folder, name), { execution
 const decoder = await open("decoder.onnx"), initialState = await open("initial_state.onnx");
 const seed = new ort.Tensor("int64", [BigInt(given.seed)], [1]); // as BigInt: a seed has 63 bits
 
-// 1. The starting state. Its outputs have the names of the decoder's inputs.
+// The tables of a grammar: a header's length in 8 bytes, the header in JSON, and the numbers.
+async function readGrammar(file) {
+  const content = new Uint8Array(await readFile(file)); // a copy of its own, so that its buffer holds nothing else
+  const start = 8 + Number(new DataView(content.buffer).getBigUint64(0, true));
+  const { __metadata__, ...tables } = JSON.parse(new TextDecoder().decode(content.subarray(8, start)));
+  return Object.fromEntries(Object.entries(tables).map(([name, { shape, data_offsets: [begin, end] }]) =>
+    [name, new ort.Tensor("int32", new Int32Array(content.slice(start + begin, start + end).buffer), shape)]));
+}
+// Without a grammar, a single state, which allows every token and stays.
+let grammar = { grammar_classes: tensor("int32", new Array(graph.vocab_size).fill(0), [1, graph.vocab_size]),
+  grammar_transitions: tensor("int32", [0], [1, 1]) };
+if (given.grammar) {
+  if (!graph.features.grammars) fail("the package was exported without grammars; export the model again with --grammars");
+  grammar = await readGrammar(given.grammar);
+  const grammarTokens = grammar.grammar_classes.dims[1], shortest = grammar.grammar_distances.data[1];
+  if (grammarTokens !== graph.vocab_size) fail(`the grammar is for ${grammarTokens} tokens, and the model has ${graph.vocab_size}`);
+  const room = Math.min(capacity, longest) - ids.length;
+  if (room < shortest) fail(`an answer may have ${room} tokens, and the shortest of the grammar has ${shortest}; raise --max-new-tokens`);
+}
+
+// 1. The starting state. Its outputs have the names of the decoder's inputs. An answer of a grammar begins in state 1.
 const states = await initialState.run({ seed, capacity: tensor("int64", [capacity], []) });
+if (given.grammar) states.grammar_state = tensor("int32", [1]);
 
 // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
 const words = Math.ceil(graph.vocab_size / 32), stops = token_ids.eos.length ? token_ids.eos : [-1];
@@ -64,9 +86,7 @@ const parameters = {
   stop_ids: tensor("int32", stops, [1, stops.length]),
   logit_bias: tensor("float32", [0], [1, 1]), emit: tensor("bool", [1]), searched_rows: tensor("int64", [0]),
   allowed_tokens: tensor("int32", new Array(words).fill(-1), [1, words]),
-  grammar_deadline: tensor("int32", [2 ** 31 - 1]),
-  grammar_classes: tensor("int32", new Array(graph.vocab_size).fill(0), [1, graph.vocab_size]),
-  grammar_transitions: tensor("int32", [0], [1, 1]),
+  grammar_deadline: tensor("int32", [2 ** 31 - 1]), ...grammar, // and no limit to thoughts
 };
 const off = ({ type, shape }) => tensor(type, [shape.length > 1 ? -1 : 0], shape.map(() => 1));
 const known = { ...parameters, ...states };

@@ -595,7 +595,12 @@ GRAMMAR_TABLES: Final[dict[str, Any]] = {
 }
 _STOP: Final[dict[str, Any]] = {"stop_ids": [15]}
 GRAMMARS: Final = [
-    Draft("a row without a grammar", {"temperature": 1.0, **_STOP}, grammar_state=0, idle=("stop_ids",)),
+    Draft(
+        "a row without a grammar",
+        {"temperature": 1.0, **_STOP},
+        grammar_state=0,
+        idle=("stop_ids",),
+    ),
     Draft(
         "tokens that a state allows, and the state after each",
         {"temperature": 2.0, **_STOP},

@@ -339,11 +339,12 @@ def test_the_exceptions_from_the_limits_of_functions_only_shrink() -> None:
     assert not any("qsample" in path for path in ignored)
 
 
-# Parts of torch, transformers, onnxruntime and typing.NamedTuple that have no public name.
+# Parts of torch, transformers, onnxruntime, re and typing.NamedTuple that have no public name.
 FOREIGN_MEMBERS = {
     *("_replace", "_schema", "_to_copy", "_attn", "_apply_gate"),
     *("_can_set_attn_implementation", "_can_set_experts_implementation", "_experts_implementation"),
     *("_attn_implementation", "_deepstack_process", "_sess"),
+    *("_parser", "_constants"),
 }
 
 

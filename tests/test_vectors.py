@@ -102,9 +102,7 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
 
 
 def _interface(case: Case, **kind: Any) -> Interface:
-    return interface_of(
-        case["vocab_size"], case["filter_order"], grammars="tables" in case, **kind
-    )
+    return interface_of(case["vocab_size"], case["filter_order"], grammars="tables" in case, **kind)
 
 
 def check_graphs(name: str, *, least: int = 1, **kind: Any) -> None:

@@ -2,6 +2,7 @@
 import type { InferenceSession } from "onnxruntime-web";
 import { RUNNING, STATUS_NAMES, STOPPED } from "./contract.js";
 import { QsampleError } from "./errors.js";
+import { bindGrammars } from "./grammars.js";
 import type { Manifest } from "./manifest.js";
 import { readableSeed } from "./options.js";
 import { type AllowedTokens, maskOf, parameterTensors, type Row } from "./parameters.js";
@@ -116,7 +117,9 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   const longest = Math.max(...rows.map(({ prompt }) => prompt.length));
   const fixed = manifest.compilation !== null && !engine.grows;
   const whole = fixed ? options.capacity : Math.min(roundedUp(needed), options.capacity);
-  let capacity = engine.grows ? Math.min(whole, roundedUp(longest + FIRST_ROOM)) : whole;
+  // A grammar leads an answer to its end within the buffers that it sees, so these have their last size from the start.
+  const grows = engine.grows && rows.every(({ grammar }) => !grammar);
+  let capacity = grows ? Math.min(whole, roundedUp(longest + FIRST_ROOM)) : whole;
   const started = performance.now();
 
   const mask = async (one: Active): Promise<void> => {
@@ -127,7 +130,7 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   };
   const call = async (states: States, inputs: Tensors, emitted = true): Promise<void> => {
     signal?.throwIfAborted();
-    const given: Tensors = { ...inputs, ...states.feeds(), ...(inputs.input_ids ? { input_ids: inputs.input_ids } : {}) };
+    const given: Tensors = { ...bound.tensors, ...inputs, ...states.feeds(), ...(inputs.input_ids ? { input_ids: inputs.input_ids } : {}) };
     const feeds = Object.fromEntries(engine.decoder.inputNames.map((name) => [name, given[name]]));
     const results = await engine.run(engine.decoder, feeds, states.fetches());
     states.accept(results, emitted);
@@ -173,15 +176,18 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
     for (const { piece, step, place } of late.splice(0)) yield { ...piece, ...optionalOutputs(tokenizer, widths, read[step], place) };
   };
 
+  const { tables, startStates } = bindGrammars(ort, manifest, rows.map(({ grammar }) => grammar));
+  const bound = engine.memory.hold(tables);
   let states: States | undefined;
   const alone: States[] = [];
   try {
     // 1. Each prompt by itself, in pieces.
-    for (const one of active) {
+    for (const [place, one] of active.entries()) {
       await mask(one);
       const { prompt, seed } = one.row;
       const own = await engine.memory.start([seed], capacity, widths);
       alone.push(own);
+      if (one.row.grammar) own.begin(0, startStates[place]);
       const parameters = parametersOf([one.row]);
       for (let start = 0; start < prompt.length; ) {
         const end = Math.min(prompt.length, start + (start < LATE ? PIECE : LATE_PIECE));
@@ -230,6 +236,7 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
   } finally {
     for (const own of alone) own.free();
     states?.free();
+    bound.free();
   }
 }
 

@@ -1,11 +1,12 @@
 // qsample.json as typed data: as much of it as a host needs, checked.
-import { CONTRACT_VERSION, EXTRA_PARAMETERS } from "./contract.js";
+import { CONTRACT_VERSION, EXTRA_PARAMETERS, GRAMMARS_VERSION } from "./contract.js";
 import { PackageError, shown } from "./errors.js";
 
 export interface Features {
   sampler: boolean;
   logit_bias: boolean;
   allowed_tokens: boolean;
+  grammars?: boolean;
   logprobs: boolean;
   top_logprobs: number;
   probs: boolean;
@@ -35,8 +36,8 @@ export interface Manifest {
 export const MANIFEST = "qsample.json";
 export const LARGEST_MANIFEST = 1 << 23; // bytes; a model of a hundred layers needs 50 kB
 // Not 2.1, of packages with speculation or adapters, 2.2, of packages that read images, or 2.3, of packages with
-// other caches: this host has none of these.
-const VERSIONS = [CONTRACT_VERSION];
+// other caches: this host has none of these. Packages of 2.4 may have them besides grammars.
+const VERSIONS = [CONTRACT_VERSION, GRAMMARS_VERSION];
 
 /** The content of qsample.json. `where`: of the package, for messages. */
 export function parseManifest(text: string, where: string): Manifest {
@@ -49,18 +50,8 @@ export function parseManifest(text: string, where: string): Manifest {
   if (typeof data?.contract_version !== "string") {
     throw new PackageError(`${MANIFEST} of ${where} has no contract_version, so it is no package of qsample`);
   }
-  if (data.contract_version === "2.2") {
-    throw new PackageError(
-      `the package ${where} reads images, and this version of qsample runs packages that read text; export its ` +
-        "language model alone (qsample export --text-only), and compile that",
-    );
-  }
-  if (data.contract_version === "2.3") {
-    throw new PackageError(
-      `the package ${where} has caches of a window's size or of 4 bits, which this version of qsample does not run; ` +
-        "compile it with --no-sliding-window-cache, and with --kv-cache-dtype int8 or without",
-    );
-  }
+  const lacking = lackingPart(data);
+  if (lacking) throw new PackageError(`the package ${where} ${lacking}`);
   if (!VERSIONS.includes(data.contract_version)) {
     throw new PackageError(
       `the package ${where} follows decode contract ${shown(data.contract_version)} and this version of qsample runs ` +
@@ -92,4 +83,30 @@ export function parseManifest(text: string, where: string): Manifest {
     throw new PackageError(`the package ${where} has the filter ${shown(unknown)}, which this version of qsample does not know; install another version, or export the package again without it`);
   }
   return data as Manifest;
+}
+
+/** What a package has that this host lacks, and the remedy; undefined if there is nothing. data: a manifest that is not checked yet. */
+function lackingPart(data: any): string | undefined {
+  const { contract_version: version, interface: graph } = data;
+  if (version === "2.2" || graph?.image) {
+    return (
+      "reads images, and this version of qsample runs packages that read text; export its language model alone " +
+      "(qsample export --text-only), and compile that"
+    );
+  }
+  const caches: unknown = graph?.key_values;
+  const hasWindow = Array.isArray(caches) && caches.some((cache) => cache?.capacity != null);
+  if (version === "2.3" || hasWindow || graph?.kv_cache_dtype === "int4") {
+    return (
+      "has caches of a window's size or of 4 bits, which this version of qsample does not run; compile it with " +
+      "--no-sliding-window-cache, and with --kv-cache-dtype int8 or without"
+    );
+  }
+  if (version === "2.1" || graph?.features?.num_speculative_tokens || graph?.features?.max_loras) {
+    return (
+      "draws several tokens a step or has LoRA adapters, which this version of qsample does not run; install another version, " +
+      "or make the package again without --num-speculative-tokens and --max-loras"
+    );
+  }
+  return undefined;
 }

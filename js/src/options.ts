@@ -3,6 +3,7 @@ import {
   DEFAULT_NEW_TOKENS, EXTRA_PARAMETERS, HF_DEFAULT_TOP_K, LONGEST_MATCH, NUMBERS, SAMPLING_FIELDS, UNSUPPORTED,
 } from "./contract.js";
 import { ArgumentError, checkObject, PackageError, shown } from "./errors.js";
+import { type Grammar, isGrammar } from "./grammars.js";
 
 /** A seed: an integer from 0 to 2^63 - 1. Numbers are exact up to 2^53; beyond, give a bigint or its digits. */
 export type Seed = number | bigint | string;
@@ -29,6 +30,11 @@ export interface SamplingOptions extends Numbers {
   badWords?: readonly string[] | null;
   /** Texts that end a row; the text is cut off before them. */
   stop?: string | readonly string[] | null;
+  /** The form that the answer follows, from loadGrammar; null: any text. Needs the feature. The answer is complete within its
+   * limit, whatever is drawn. */
+  grammar?: Grammar | null;
+  /** The most tokens of the model's thoughts; null: no limit. Needs a grammar that was made with --thoughts. */
+  thinkingTokenBudget?: number | null;
 }
 
 /** The checked options of a row, by Hugging Face's names. */
@@ -40,13 +46,16 @@ export interface Params {
   badWordsIds: number[][];
   badWords: string[];
   stop: string[];
+  grammar: Grammar | null;
+  thinkingTokenBudget: number | null;
 }
 
-const INT32_MAX = 2 ** 31 - 1;
+export const INT32_MAX = 2 ** 31 - 1;
 const SEEDS = 2n ** 63n;
 const OWN: Record<string, string> = {
   do_sample: "doSample", eos_token_id: "eosTokenId", seed: "seed", logit_bias: "logitBias", mirostat: "mirostat",
   dry_sequence_breakers: "drySequenceBreakers", bad_words_ids: "badWordsIds", bad_words: "badWords", stop_strings: "stop",
+  grammar: "grammar", thinking_token_budget: "thinkingTokenBudget",
 };
 const SPECS = Object.entries(NUMBERS).map(([option, spec]) => ({ option, ...spec }));
 /** Hugging Face's name → the option's. */
@@ -136,7 +145,21 @@ export function resolve(config: Readonly<Record<string, unknown>>, options: Samp
     badWords: read("bad_words", (value, what) => listOf(value, what, "a list of texts that are not empty, or null", "badWords", isText), []),
     stop: read("stop_strings", (value, what) =>
       listOf(typeof value === "string" ? [value] : value, what, "a text that is not empty, or a list of them", "stop", isText), []),
+    grammar: givenGrammar(given.grammar),
+    thinkingTokenBudget: givenBudget(given.thinking_token_budget),
   };
+}
+
+function givenGrammar(value: unknown): Grammar | null {
+  if (value == null) return null;
+  if (isGrammar(value)) return value;
+  throw new ArgumentError(`grammar is ${shown(value)}; give a result of loadGrammar, or null; for a grammar of each prompt, give rows`, "grammar");
+}
+
+function givenBudget(value: unknown): number | null {
+  if (value == null) return null;
+  if (isInteger(value)) return value;
+  throw new ArgumentError(`thinkingTokenBudget is ${shown(value)}; give an integer >= 0, or null for no limit`, "thinkingTokenBudget");
 }
 
 /** Settings of several layers. A total length beats the number of new tokens of an earlier layer. */

@@ -1,9 +1,10 @@
 // The parameters of rows → the tensors that the graph reads, padded as the contract says.
 import type { Tensor } from "onnxruntime-web";
-import { ALLOWED_TOKENS, CANDIDATES, EXTRA_PARAMETERS, LOGIT_BIAS_INPUTS, PARAMETERS, type TensorSpec } from "./contract.js";
+import { ALLOWED_TOKENS, CANDIDATES, EXTRA_PARAMETERS, GRAMMAR_INPUTS, LOGIT_BIAS_INPUTS, PARAMETERS, type TensorSpec } from "./contract.js";
 import { ArgumentError, shown } from "./errors.js";
+import { checkGrammar, checkRoom, type Grammar } from "./grammars.js";
 import type { Manifest } from "./manifest.js";
-import { checkFilters, lengthsOf, type Params } from "./options.js";
+import { checkFilters, INT32_MAX, lengthsOf, type Params } from "./options.js";
 import type { Ort, Tensors } from "./runtime.js";
 import type { Tokenizer } from "./text.js";
 
@@ -14,6 +15,7 @@ export interface Row {
   seed: bigint;
   stop: string[];
   maxLength: number;
+  grammar: Grammar | null;
   values: Record<string, number | readonly number[] | readonly (readonly number[])[] | Int32Array>;
 }
 
@@ -27,6 +29,7 @@ export function parameterSpecs(manifest: Manifest): TensorSpec[] {
     ...PARAMETERS,
     ...(features.logit_bias ? LOGIT_BIAS_INPUTS : []),
     ...(features.allowed_tokens ? ALLOWED_TOKENS : []),
+    ...(features.grammars ? GRAMMAR_INPUTS : []),
     ...features.filters.flatMap((name) => EXTRA_PARAMETERS[name] ?? []),
   ];
 }
@@ -36,7 +39,9 @@ export function makeRow(
   manifest: Manifest, tokenizer: Tokenizer | null, params: Params, index: number, prompt: number[], seed: bigint, capacity: number,
 ): Row {
   const { features, vocab_size: vocabulary } = manifest.interface;
+  const { grammar, thinkingTokenBudget } = params;
   checkFilters(params, features.filters);
+  checkGrammar(manifest, grammar, thinkingTokenBudget);
   const [least, most] = lengthsOf(params, prompt.length, capacity);
   const check = (ids: readonly number[], option: string): readonly number[] => {
     const wrong = ids.find((id) => id >= vocabulary);
@@ -65,19 +70,22 @@ export function makeRow(
     forbidden.push(alone);
     if (spaced.slice(-alone.length).join() !== alone.join()) forbidden.push(spaced);
   }
+  const stops = check(params.eos ?? manifest.token_ids.eos, "eosTokenId");
+  if (grammar) checkRoom(grammar, prompt.length, least, most, stops.length);
   const apart: Row["values"] = {
     min_length: least,
     max_length: most,
-    stop_ids: check(params.eos ?? manifest.token_ids.eos, "eosTokenId"),
+    stop_ids: stops,
     logit_bias_ids: check(params.bias.map(([token]) => token), "logitBias"),
     logit_bias: params.bias.map(([, amount]) => amount),
     dry_sequence_breakers: check(breakers, "drySequenceBreakers"),
     bad_words_ids: forbidden.map((ids) => check(ids, "badWordsIds")),
     allowed_tokens: everyToken(manifest),
+    grammar_deadline: thinkingTokenBudget === null ? INT32_MAX : Math.min(prompt.length + thinkingTokenBudget, INT32_MAX),
   };
   const values: Row["values"] = {};
   for (const spec of parameterSpecs(manifest)) values[spec.name] = apart[spec.name] ?? params.values[spec.name] ?? spec.off!;
-  return { index, prompt, seed, stop: params.stop, maxLength: most, values };
+  return { index, prompt, seed, stop: params.stop, maxLength: most, grammar, values };
 }
 
 const everyToken = (manifest: Manifest): Int32Array => new Int32Array(Math.ceil(manifest.interface.vocab_size / 32)).fill(-1);

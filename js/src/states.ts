@@ -31,6 +31,8 @@ export interface States {
   readonly late: number;
   /** The new tokens of each row, from `positions` on, at most `count`; and the optional outputs. */
   read(positions: readonly number[], count: number, outputs: boolean): Promise<Snapshot>;
+  /** Let a row's answer begin in a state of the bound grammars; before the first call. */
+  begin(row: number, grammarState: number): void;
   /** Keep a row from advancing. */
   stop(row: number): void;
   /** Give every row more room. `history`: its tokens. */
@@ -38,8 +40,15 @@ export interface States {
   free(): void;
 }
 
+/** Inputs that are the same in many calls, where the graph reads them. */
+export interface Constants {
+  readonly tensors: Tensors;
+  free(): void;
+}
+
 /** Makes the states of a package's rows. */
 export interface Memory {
+  hold(constants: Tensors): Constants;
   start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<States>;
   /** Rows next to each other; frees the states of each. */
   join(rows: readonly States[]): States;
@@ -89,6 +98,10 @@ function initialFeeds(ort: Ort, seeds: readonly bigint[], capacity: number): Ten
 
 class HostMemory implements Memory {
   constructor(private readonly shared: Shared) {}
+
+  hold(constants: Tensors): Constants {
+    return { tensors: constants, free: () => undefined };
+  }
 
   async start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<States> {
     const tensors = await this.shared.run(this.shared.initial, initialFeeds(this.shared.runtime.ort, seeds, capacity));
@@ -155,6 +168,10 @@ class HostStates implements States {
     return { status: status.slice(), tokens: news, outputs: outputs ? this.outputs.splice(0) : [] };
   }
 
+  begin(row: number, grammarState: number): void {
+    (this.tensors.grammar_state.data as Int32Array)[row] = grammarState;
+  }
+
   stop(row: number): void {
     (this.tensors.status.data as Int32Array)[row] = STOPPED;
   }
@@ -209,6 +226,14 @@ class GpuMemory implements Memory {
     return /^past_key_values\..*\.(key|value)$/.test(name) || (this.compiled && (name === "tokens" || name === "output_counts"));
   }
 
+  hold(constants: Tensors): Constants {
+    const held = Object.entries(constants).map(([name, value]) => [name, this.upload(value)] as const);
+    return {
+      tensors: Object.fromEntries(held.map(([name, { tensor }]) => [name, tensor])),
+      free: () => held.forEach(([, { buffer }]) => buffer.destroy()),
+    };
+  }
+
   async start(seeds: readonly bigint[], capacity: number, widths: Widths): Promise<GpuStates> {
     return new GpuStates(this, seeds, capacity, await this.initial(seeds, capacity), widths);
   }
@@ -227,7 +252,7 @@ class GpuMemory implements Memory {
         const metadata = this.shared.decoder.inputMetadata.find((item) => item.name === name);
         if (!metadata?.isTensor) continue; // never read
         const dims = metadata.shape.map((size, axis) => (axis === 0 ? seeds.length : typeof size === "number" && size > 0 ? size : capacity));
-        made[name] = this.hold(metadata.type, dims);
+        made[name] = this.allocate(metadata.type, dims);
       }
     }
     const error = await this.gpu.popErrorScope();
@@ -240,7 +265,7 @@ class GpuMemory implements Memory {
     return made;
   }
 
-  hold(type: Tensor.Type, dims: readonly number[]): Held {
+  allocate(type: Tensor.Type, dims: readonly number[]): Held {
     const bytes = product(dims) * BYTES[type];
     const most = Math.min(this.gpu.limits.maxBufferSize, this.gpu.limits.maxStorageBufferBindingSize);
     if (bytes > most) {
@@ -255,7 +280,7 @@ class GpuMemory implements Memory {
   }
 
   private upload(value: Tensor): Held {
-    const held = this.hold(value.type, value.dims);
+    const held = this.allocate(value.type, value.dims);
     this.gpu.queue.writeBuffer(held.buffer, 0, value.data as Float32Array<ArrayBuffer>);
     return held;
   }
@@ -266,7 +291,7 @@ class GpuMemory implements Memory {
     const encoder = this.gpu.createCommandEncoder();
     const joined: Record<string, Held> = {};
     for (const [name, { tensor, bytes }] of Object.entries(first.all())) {
-      joined[name] = this.hold(tensor.type, [states.length, ...tensor.dims.slice(1)]);
+      joined[name] = this.allocate(tensor.type, [states.length, ...tensor.dims.slice(1)]);
       states.forEach((one, row) => encoder.copyBufferToBuffer(one.all()[name].buffer, 0, joined[name].buffer, row * bytes, bytes));
     }
     this.gpu.queue.submit([encoder.finish()]);
@@ -291,7 +316,7 @@ class GpuStates implements States {
     const { [NEXT]: next, ...states } = held;
     this.held = states;
     this.started = next !== undefined;
-    this.next = [next ?? memory.hold("int64", [seeds.length, 1]), memory.hold("int64", [seeds.length, 1])];
+    this.next = [next ?? memory.allocate("int64", [seeds.length, 1]), memory.allocate("int64", [seeds.length, 1])];
     this.names = Object.keys(states).filter((name) => !READ_ONLY.has(name));
     this.makeTurns();
   }
@@ -299,7 +324,7 @@ class GpuStates implements States {
   private makeTurns(): void {
     for (const { buffer } of Object.values(this.turns)) buffer.destroy();
     const others = this.names.filter((name) => !this.memory.inPlace(name));
-    this.turns = Object.fromEntries(others.map((name) => [name, this.memory.hold(this.held[name].tensor.type, this.held[name].tensor.dims)]));
+    this.turns = Object.fromEntries(others.map((name) => [name, this.memory.allocate(this.held[name].tensor.type, this.held[name].tensor.dims)]));
   }
 
   /** Everything that belongs to the rows, with the tokens that they sampled last. */
@@ -315,7 +340,7 @@ class GpuStates implements States {
   fetches(): Record<string, Tensor | null> {
     const fetches = fetched(this.memory.shared, this.widths);
     this.places[this.late] ??= Object.fromEntries(
-      Object.entries(this.widths).map(([name, width]) => [name, this.memory.hold(OPTIONAL.get(name) as Tensor.Type, [this.seeds.length, width])]));
+      Object.entries(this.widths).map(([name, width]) => [name, this.memory.allocate(OPTIONAL.get(name) as Tensor.Type, [this.seeds.length, width])]));
     for (const [name, { tensor }] of Object.entries(this.places[this.late])) fetches[name] = tensor;
     for (const name of this.names) fetches[retainedName(name)] = (this.turns[name] ?? this.held[name]).tensor;
     fetches[NEXT] = this.next[1].tensor;
@@ -371,6 +396,10 @@ class GpuStates implements States {
     } finally {
       staging.destroy();
     }
+  }
+
+  begin(row: number, grammarState: number): void {
+    this.memory.gpu.queue.writeBuffer(this.held.grammar_state.buffer, 4 * row, Int32Array.of(grammarState));
   }
 
   stop(row: number): void {

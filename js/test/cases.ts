@@ -1,5 +1,6 @@
 // Packages, calls and the Python runtime's results; tests/js/test_npm_package.py writes them.
 import { readFileSync } from "node:fs";
+import { type Grammar, loadGrammar } from "../src/grammars.js";
 
 export interface Case {
   package: string;
@@ -17,11 +18,23 @@ export interface Case {
 }
 
 const path = process.env.QSAMPLE_CASES;
-export const given: { packages: Record<string, string>; cases: Case[] } | undefined = path ? JSON.parse(readFileSync(path, "utf8")) : undefined;
+export const given: { packages: Record<string, string>; grammars: Record<string, string>; cases: Case[] } | undefined = path ? JSON.parse(readFileSync(path, "utf8")) : undefined;
 export const vectors = JSON.parse(readFileSync(new URL("../../docs/vectors/package.json", import.meta.url), "utf8"));
 
-/** The options of a case, with the infinities that JSON lacks. */
-export function optionsOf({ options, seed }: Case): Record<string, any> {
+/** The bytes of a grammar's file. */
+export const grammarBytes = (name: string): Uint8Array => new Uint8Array(readFileSync(given!.grammars[name]));
+
+/** A grammar by its name in a case. */
+const grammarOf = (name: string | null): Grammar | null => (name === null ? null : loadGrammar(grammarBytes(name)));
+
+/** Options whose grammar has a name, with that grammar. */
+const withGrammar = (options: Record<string, any>): Record<string, any> =>
+  options.grammar === undefined ? options : { ...options, grammar: grammarOf(options.grammar) };
+
+/** The options of a case, with the infinities and the grammars that JSON lacks. */
+export function optionsOf({ options: named, seed }: Case): Record<string, any> {
+  const options = withGrammar(named);
+  if (named.rows) options.rows = named.rows.map(withGrammar);
   const bias = options.logitBias && Object.fromEntries(Object.entries(options.logitBias).map(([token, value]) => [token, value === "-inf" ? -Infinity : value]));
   return { ...options, seed, ...(bias ? { logitBias: bias } : {}) };
 }

@@ -6,8 +6,8 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 import { afterAll, beforeAll, describe, expect, it } from "vitest";
-import { DeviceError, load, type Model, PackageError } from "../src/node.js";
-import { given, optionsOf, optionsOfVector, vectors } from "./cases.js";
+import { DeviceError, type Grammar, load, loadGrammar, type Model, PackageError } from "../src/node.js";
+import { given, grammarBytes, optionsOf, optionsOfVector, vectors } from "./cases.js";
 
 // Without them, run `pytest -m ci tests/js`, which makes them.
 describe.skipIf(!given)("a package in Node", () => {
@@ -51,6 +51,92 @@ describe.skipIf(!given)("a package in Node", () => {
       expect(together.tokenIds).toEqual(rows.map((row) => row.tokens));
     }
     await wasm.dispose();
+  });
+});
+
+describe.skipIf(!given)("grammars in Node", () => {
+  const PERSON = /^\{"name": "[a-z ,;]*", "age": [1-9][0-9]*\}$/;
+  let model: Model;
+  const grammars: Record<string, Grammar> = {};
+
+  beforeAll(async () => {
+    model = await load(given!.packages.grammars);
+    for (const name of Object.keys(given!.grammars)) grammars[name] = loadGrammar(grammarBytes(name));
+  });
+  afterAll(() => model.dispose());
+
+  it("an answer is complete within every limit, from the shortest up, on both devices", async () => {
+    const { person } = grammars;
+    const wasm = await load(given!.packages.grammars, { device: "wasm", threads: 1 });
+    for (const one of [model, wasm]) {
+      const limits = Array.from({ length: 6 }, (_, more) => person.shortest + more);
+      // Random rows, and a greedy one.
+      const rows = [...limits.map((maxNewTokens) => ({ maxNewTokens, temperature: 1.5 })), { maxNewTokens: person.shortest, temperature: 0 }];
+      const { texts, finishReasons, tokenIds } = await one.generate(rows.map(() => "And the"), { rows, grammar: person, seed: 7 }).output();
+      for (const text of texts!) expect(text).toMatch(PERSON);
+      for (const text of texts!) expect(typeof JSON.parse(text).age).toBe("number");
+      expect(new Set(finishReasons)).toEqual(new Set(["stop"]));
+      tokenIds.forEach((ids, index) => expect(ids.length).toBeLessThanOrEqual(rows[index].maxNewTokens));
+    }
+    await wasm.dispose();
+  });
+
+  it("a row's company, the groups of a call, late reads, and the way into another thread change no token", async () => {
+    const cloned = structuredClone(grammars);
+    const rows = ["person", null, "choice", "thoughts"].map((name) => ({ grammar: name === null ? null : grammars[name] }));
+    const options = { temperature: 1, maxNewTokens: 25, seed: 11 };
+    const prompts = rows.map(() => "In the");
+    const { tokenIds, texts } = await model.generate(prompts, { ...options, rows }).output();
+    expect(texts![2]).toMatch(/^(yes|no|maybe so)$/);
+    for (const [index, row] of rows.entries()) {
+      const alone = await model.generate(prompts[index], { ...options, ...row, seed: options.seed + index }).output();
+      expect(alone.tokenIds[0]).toEqual(tokenIds[index]);
+    }
+    const names = ["person", null, "choice", "thoughts"] as const;
+    const again = names.map((name) => ({ grammar: name === null ? null : cloned[name] }));
+    expect((await model.generate(prompts, { ...options, rows: again, flushEvery: 4 }).output()).tokenIds).toEqual(tokenIds);
+    // The grammar of the call holds for rows without an own one; null switches it off.
+    const common = [{}, { grammar: null }, { grammar: grammars.choice }, { grammar: grammars.thoughts }];
+    expect((await model.generate(prompts, { ...options, rows: common, grammar: grammars.person }).output()).tokenIds).toEqual(tokenIds);
+  });
+
+  it("a budget ends the thoughts", async () => {
+    const ended = async (thinkingTokenBudget: number | null): Promise<number> => {
+      const { tokenIds } = await model.generate("In the", { grammar: grammars.thoughts, thinkingTokenBudget, temperature: 1, maxNewTokens: 60, seed: 2 }).output();
+      const [end] = await model.encode("#", { addSpecialTokens: false });
+      return tokenIds[0].indexOf(end);
+    };
+    expect(await ended(null)).toBeGreaterThan(9);
+    for (const budget of [0, 3, 9]) expect(await ended(budget)).toBe(budget);
+  });
+
+  it("what does not fit is refused", async () => {
+    const { person, choice, thoughts } = grammars;
+    for (const [options, param, message] of [
+      [{ grammar: person, maxNewTokens: person.shortest - 1 }, "maxNewTokens", `an answer may have ${person.shortest - 1} tokens, and the shortest that follows the grammar has ${person.shortest}, its stop token included; allow at least ${person.shortest}`],
+      [{ grammar: choice, minNewTokens: 1 }, "minNewTokens", "which says itself where an answer may end"],
+      [{ grammar: choice, minLength: 50 }, "minNewTokens", "which says itself where an answer may end"],
+      [{ grammar: choice, eosTokenId: null }, "eosTokenId", "no stop token"],
+      [{ grammar: choice, thinkingTokenBudget: 5 }, "thinkingTokenBudget", "does not know the thoughts"],
+      [{ thinkingTokenBudget: 5 }, "thinkingTokenBudget", "qsample grammar --thoughts"],
+      [{ grammar: thoughts, thinkingTokenBudget: -1 }, "thinkingTokenBudget", "give an integer >= 0, or null"],
+      [{ grammar: thoughts, thinkingTokenBudget: 1.5 }, "thinkingTokenBudget", "give an integer >= 0, or null"],
+      [{ grammar: grammarBytes("choice") }, "grammar", "give a result of loadGrammar"],
+      [{ grammar: [choice] }, "grammar", "give rows"],
+      [{ rows: [{ grammar: "choice" }] }, "grammar", 'grammar is "choice"; give a result of loadGrammar'],
+    ] as const) {
+      const failed = await model.generate("In", options as any).output().catch((error) => error);
+      expect(failed).toMatchObject({ name: "ArgumentError", param, message: expect.stringContaining(message) });
+    }
+    await expect(model.generate(["In", "So"], { rows: [{}, { grammar: person }], maxNewTokens: 5 }).output()).rejects.toThrow("prompt 1: an answer may have 5 tokens");
+    await expect(model.generate(Array(500).fill(5), { grammar: person }).output()).rejects.toThrow("an answer may have 12 tokens");
+    expect((await model.generate("In", { grammar: null, thinkingTokenBudget: null, maxNewTokens: 2 }).output()).tokenIds[0]).toHaveLength(2);
+    const other = await load(given!.packages.llama);
+    await expect(other.generate([5], { grammar: choice }).output()).rejects.toThrow(/the grammar is for 2048 tokens, and the model has \d+; make it for this package/);
+    await other.dispose();
+    const plain = await load(given!.packages.bundled);
+    await expect(plain.generate("In", { grammar: choice }).output()).rejects.toThrow("was exported without grammars; export the model again with --grammars");
+    await plain.dispose();
   });
 });
 

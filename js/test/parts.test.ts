@@ -9,6 +9,7 @@ import { describe, expect, it } from "vitest";
 import { ChatTemplates } from "../src/chat.js";
 import { ArgumentError, DeviceError, fromData, OutOfMemoryError, PackageError, toData, translated } from "../src/errors.js";
 import { Meter, openUrl } from "../src/files.js";
+import { bindGrammars, isGrammar, loadGrammar } from "../src/grammars.js";
 import { parseManifest } from "../src/manifest.js";
 import { openFolder } from "../src/node_files.js";
 import { checkNames, readableSeed, resolve, seedsOf } from "../src/options.js";
@@ -104,9 +105,9 @@ it("a text that is cut off inside a character ends before it", async () => {
 it("manifests of strangers are refused", () => {
   const file = { bytes: 1, sha256: "" };
   const good = { contract_version: "2.0", interface: { features: { sampler: true, filters: [] } }, token_ids: {}, files: {} };
-  parseManifest(JSON.stringify(good), "here");
+  for (const contract_version of ["2.0", "2.4"]) parseManifest(JSON.stringify({ ...good, contract_version }), "here");
   for (const [change, message] of [
-    [{ contract_version: "3.0" }, "follows decode contract \"3.0\""], [{ contract_version: "2.2" }, "--text-only"], [{ contract_version: "2.3" }, "--kv-cache-dtype int8"], [{ contract_version: 2 }, "no contract_version"], [{ files: null }, "lacks files"],
+    [{ contract_version: "3.0" }, "follows decode contract \"3.0\""], [{ contract_version: "2.1" }, "without --num-speculative-tokens"], [{ contract_version: "2.2" }, "--text-only"], [{ contract_version: "2.3" }, "--kv-cache-dtype int8"], [{ contract_version: 2 }, "no contract_version"], [{ files: null }, "lacks files"],
     [{ files: { "../x": file } }, "outside of it"], [{ files: { "C:\\x": file } }, "outside of it"], [{ files: { x: null } }, "lists \"x\" without its bytes"], [{ interface: { features: { sampler: false } } }, "without its sampler"],
     [{ interface: { features: null } }, "lacks interface.features"], [{ interface: { features: { sampler: true } } }, "lacks interface.features.filters"],
     [{ interface: { features: { sampler: true, filters: ["min_p", "later"] } } }, 'has the filter "min_p"'],
@@ -119,6 +120,157 @@ it("manifests of strangers are refused", () => {
     expect(() => parseManifest(JSON.stringify({ ...good, ...change }), "here")).toThrow(message);
   }
   expect(() => parseManifest("{", "here")).toThrow("is not JSON");
+});
+
+it("a package that takes grammars is refused for what else it has", () => {
+  const features = { sampler: true, filters: [], grammars: true };
+  const good = { contract_version: "2.4", interface: { features, key_values: [{ num_key_value_heads: 1, head_dim: 8 }], kv_cache_dtype: "int8" }, token_ids: {}, files: {} };
+  expect(parseManifest(JSON.stringify(good), "here").interface.features.grammars).toBe(true);
+  for (const [change, message] of [
+    [{ image: { width: 8 } }, "--text-only"],
+    [{ key_values: [{ num_key_value_heads: 1, head_dim: 8, capacity: 48 }] }, "--no-sliding-window-cache"],
+    [{ kv_cache_dtype: "int4" }, "--kv-cache-dtype int8"],
+    [{ features: { ...features, num_speculative_tokens: 3 } }, "without --num-speculative-tokens and --max-loras"],
+    [{ features: { ...features, max_loras: 2 } }, "without --num-speculative-tokens and --max-loras"],
+  ] as const) {
+    expect(() => parseManifest(JSON.stringify({ ...good, interface: { ...good.interface, ...change } }), "here")).toThrow(PackageError);
+    expect(() => parseManifest(JSON.stringify({ ...good, interface: { ...good.interface, ...change } }), "here")).toThrow(message);
+  }
+});
+
+describe("grammars", () => {
+  type Header = Record<string, any>;
+  // Three tokens: an answer is token 1, then token 2 any number of times. Token 0 ends it.
+  const SHAPES = { grammar_classes: [1, 3], grammar_transitions: [3, 3], grammar_distances: [3], grammar_maps: [3], grammar_late: [3], grammar_drafts: [3] };
+  const NUMBERS: Record<string, number[]> = {
+    grammar_classes: [0, 1, 2],
+    grammar_transitions: [0, 0, 0, -1, 2, -1, -1, -1, 2],
+    grammar_distances: [0, 2, 1],
+    grammar_maps: [0, 0, 0],
+    grammar_late: [0, 1, 2],
+    grammar_drafts: [-1, 1, -1],
+  };
+  const file = (change: (header: Header, numbers: Record<string, number[]>) => void = () => undefined, rest: number[] = []): Uint8Array => {
+    const numbers = structuredClone(NUMBERS);
+    const header: Header = { __metadata__: { format: "qsample-grammar", version: "1", shortest: "2" } };
+    let end = 0;
+    for (const [name, shape] of Object.entries(SHAPES)) header[name] = { dtype: "I32", shape: [...shape], data_offsets: [end, (end += 4 * numbers[name].length)] };
+    change(header, numbers);
+    const text = new TextEncoder().encode(JSON.stringify(header));
+    const data = new Uint8Array(Int32Array.from(Object.keys(SHAPES).flatMap((name) => numbers[name])).buffer);
+    return Uint8Array.from([...new Uint8Array(BigUint64Array.of(BigInt(text.length)).buffer), ...text, ...data, ...rest]);
+  };
+  const set = (name: string, key: string, value: unknown) => (header: Header) => void (header[name][key] = value);
+  const number = (name: string, place: number, value: number) => (_: Header, numbers: Record<string, number[]>) => void (numbers[name][place] = value);
+
+  it("are read wherever their bytes lie, and keep when these change", () => {
+    const bytes = file();
+    const grammar = loadGrammar(bytes);
+    expect(grammar).toMatchObject({ shortest: 2, hasThoughts: false, vocabSize: 3, numStates: 3, numClasses: 3 });
+    const shifted = Uint8Array.from([9, 9, 9, ...bytes]);
+    for (const same of [bytes.buffer as ArrayBuffer, Buffer.from(bytes), shifted.subarray(3)]) expect(loadGrammar(same)).toEqual(grammar);
+    bytes.fill(1);
+    expect([...grammar.tables.grammar_transitions]).toEqual(NUMBERS.grammar_transitions);
+    expect(isGrammar(structuredClone(grammar))).toBe(true);
+    expect(loadGrammar(file(number("grammar_late", 1, 2))).hasThoughts).toBe(true);
+    // An answer that a limit may cut off.
+    const open = (header: Header, numbers: Record<string, number[]>): void => {
+      numbers.grammar_distances = [0, -1, 0];
+      header.__metadata__.shortest = "-1";
+    };
+    expect(loadGrammar(file(open)).shortest).toBe(-1);
+  });
+
+  it.each<[string, unknown, string]>([
+    ["no bytes", "choice.safetensors", 'bytes is "choice.safetensors"; give the content of a file'],
+    ["null", null, "give the content of a file"],
+    ["an empty file", new Uint8Array(), "has 0 bytes"],
+    ["a length alone", new Uint8Array(8), "has a header that is not JSON"],
+    ["a huge header", new Uint8Array(64).fill(255), "has a header of 18446744073709551615 bytes, and room for 56"],
+    ["a text", new TextEncoder().encode("root ::= [0-9]+".padEnd(64)), "has a header of"],
+    ["a header in no encoding", Uint8Array.from([1, 0, 0, 0, 0, 0, 0, 0, 255]), "has a header that is not JSON"],
+    ["a header that is a list", Uint8Array.from([2, 0, 0, 0, 0, 0, 0, 0, 91, 93]), "has the header []"],
+    ["a model", file((header) => void delete header.__metadata__), "is no file of the format qsample-grammar"],
+    ["another format", file(set("__metadata__", "format", "pt")), "is no file of the format qsample-grammar"],
+    ["another version", file(set("__metadata__", "version", "2")), 'has version "2" of its format'],
+    ["another shortest answer", file(set("__metadata__", "shortest", "3")), 'says that its shortest answer has "3" tokens, and its tables 2'],
+    ["a missing table", file((header) => void delete header.grammar_late), "lacks grammar_late"],
+    ["another table", file((header) => void (header.more = header.grammar_late)), 'has the unknown table "more"'],
+    ["a table of null", file((header) => void (header.grammar_late = null)), "has grammar_late of dtype undefined"],
+    ["another dtype", file(set("grammar_late", "dtype", "I64")), 'has grammar_late of dtype "I64", which may be "I32"'],
+    ["a shape that is none", file(set("grammar_late", "shape", 3)), "has grammar_late of shape 3"],
+    ["a negative shape", file(set("grammar_late", "shape", [-3])), "has grammar_late of shape [-3]"],
+    ["a broken shape", file(set("grammar_late", "shape", [1.5, 2])), "has grammar_late of shape [1.5,2]"],
+    ["offsets that are none", file(set("grammar_late", "data_offsets", [0])), "has grammar_late at [0]"],
+    ["negative offsets", file(set("grammar_late", "data_offsets", [-12, 0])), "has grammar_late at [-12,0]"],
+    ["a size that is not the shape's", file(set("grammar_late", "shape", [4])), "has grammar_late of shape [4] in 12 bytes, which take 16"],
+    ["a table behind the end", file(set("grammar_late", "data_offsets", [1000, 1012])), "is cut off: grammar_late ends at byte 1012 of 96"],
+    ["a file cut off", file().slice(0, -4), "is cut off: grammar_drafts ends at byte 96 of 92"],
+    ["more bytes", file(undefined, [0, 0, 0, 0]), "has 100 bytes of tables, and its header lists 96"],
+    ["classes without a map", file(set("grammar_classes", "shape", [3])), "has grammar_classes of shape [3], which may be [1, V]"],
+    ["two maps", file((header) => void Object.assign(header.grammar_classes, { shape: [3, 1] })), "has grammar_classes of shape [3,1], which may be [1, V]"],
+    ["transitions in a line", file(set("grammar_transitions", "shape", [9])), "has grammar_transitions of shape [9]"],
+    ["no state of its own", file(set("grammar_transitions", "shape", [1, 9])), "which may be [X, Y] with X from 2 on"],
+    ["another number of states", file(set("grammar_transitions", "shape", [9, 1])), "has grammar_distances of shape [3] for 9 states"],
+    ["a list that is a table", file(set("grammar_maps", "shape", [3, 1])), "has grammar_maps of shape [3,1] for 3 states"],
+    ["a class that is none", file(number("grammar_classes", 2, 3)), "has 3 in grammar_classes, whose numbers are 0 to 2"],
+    ["a negative class", file(number("grammar_classes", 0, -1)), "has -1 in grammar_classes"],
+    ["a state that is none", file(number("grammar_transitions", 8, 3)), "has 3 in grammar_transitions, whose numbers are -1 to 2"],
+    ["a state below none", file(number("grammar_transitions", 3, -2)), "has -2 in grammar_transitions"],
+    ["a distance that is none", file(number("grammar_distances", 2, -2)), "has -2 in grammar_distances, whose numbers are -1 to 3"],
+    ["a long distance", file(number("grammar_distances", 2, 4)), "has 4 in grammar_distances"],
+    ["another map", file(number("grammar_maps", 1, 1)), "has 1 in grammar_maps, whose numbers are 0 to 0"],
+    ["a late state that is none", file(number("grammar_late", 1, -1)), "has -1 in grammar_late, whose numbers are 0 to 2"],
+    ["a guess that is no token", file(number("grammar_drafts", 1, 3)), "has 3 in grammar_drafts, whose numbers are -1 to 2"],
+    ["a free state that leads on", file(number("grammar_transitions", 1, 2)), "has a state 0 that is not the state of rows without a grammar"],
+    ["a free state that ends", file(number("grammar_distances", 0, 1)), "has a state 0 that is not"],
+    ["a free state that is late", file(number("grammar_late", 0, 1)), "has a state 0 that is not"],
+  ])("%s: is refused", (_, bytes, message) => {
+    const load = (): unknown => loadGrammar(bytes as Uint8Array);
+    expect(load).toThrow(ArgumentError);
+    expect(load).toThrow(message);
+    expect(load).toThrow("`qsample grammar`");
+  });
+
+  it("of several rows lie one below the other, each once", () => {
+    class Tensor {
+      constructor(readonly type: string, readonly data: Int32Array, readonly dims: number[]) {}
+    }
+    const manifest = { interface: { vocab_size: 3, features: { grammars: true } } } as any;
+    const bind = (grammars: Parameters<typeof bindGrammars>[2]): any => bindGrammars({ Tensor } as any, manifest, grammars);
+    const values = ({ tables }: any): object => Object.fromEntries(Object.entries<any>(tables).map(([name, { data, dims }]) => [name, [[...data], dims]]));
+
+    const none = bind([null, null]);
+    expect(none.startStates).toEqual([0, 0]);
+    expect(values(none)).toEqual({
+      grammar_classes: [[0, 0, 0], [1, 3]], grammar_transitions: [[0], [1, 1]], grammar_distances: [[0], [1]], grammar_maps: [[0], [1]], grammar_late: [[0], [1]],
+    });
+
+    const wide = loadGrammar(file());
+    // A state, and a class: token 2 any number of times.
+    const narrow = loadGrammar(file((header, numbers) => {
+      Object.assign(numbers, {
+        grammar_classes: [0, 0, 1], grammar_transitions: [0, 0, -1, 1], grammar_distances: [0, 1], grammar_maps: [0, 0], grammar_late: [0, 1], grammar_drafts: [-1, -1],
+      });
+      header.__metadata__.shortest = "1";
+      let end = 0;
+      for (const [name, shape] of Object.entries({ ...SHAPES, grammar_transitions: [2, 2] })) {
+        header[name].shape = shape.length === 1 ? [2] : shape;
+        header[name].data_offsets = [end, (end += 4 * numbers[name].length)];
+      }
+    }));
+    const both = bind([wide, null, narrow, wide]);
+    expect(both.startStates).toEqual([1, 0, 3, 1]);
+    expect(values(both)).toEqual({
+      grammar_classes: [[0, 1, 2, 0, 0, 1], [2, 3]],
+      grammar_transitions: [[0, 0, 0, -1, 2, -1, -1, -1, 2, -1, 3, -1], [4, 3]],
+      grammar_distances: [[0, 2, 1, 1], [4]],
+      grammar_maps: [[0, 0, 0, 1], [4]],
+      grammar_late: [[0, 1, 2, 3], [4]],
+    });
+    const without = { interface: { vocab_size: 3, features: {} } } as any;
+    expect(bindGrammars({ Tensor } as any, without, [null])).toEqual({ tables: {}, startStates: [0] });
+  });
 });
 
 describe("strangers", () => {

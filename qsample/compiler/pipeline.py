@@ -34,7 +34,7 @@ from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv
 from qsample.compiler.quantize.walk import Calibration, calibrated_levels
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, IMAGE_FEATURES, HOST_AXES
+from qsample.contract.tensors import BLOCK_SIZES, CAPACITY, HOST_AXES, IMAGE_FEATURES
 from qsample.graph.adapters import join_adapters, split_adapters
 from qsample.graph.edit import all_initializers, fix_axes
 from qsample.graph.image_blocks import cut_image_blocks, see_whole_images

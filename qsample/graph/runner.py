@@ -21,8 +21,8 @@ from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
-    LENGTHS,
     HOST_AXES,
+    LENGTHS,
     ROW_MULTIPLE,
     SEQUENCE,
     retained_name,

@@ -10,10 +10,10 @@ from qsample.contract.arrays import Array, rounded
 from qsample.contract.tensors import (
     BATCH,
     CAPACITY,
+    HOST_AXES,
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
-    HOST_AXES,
     SEARCHED,
     SEARCHED_ROWS,
     SEQUENCE,

@@ -154,7 +154,7 @@ def states_along(inputs: Mapping[str, Tensor], guesses: Tensor) -> Tensor:
     state = inputs[GRAMMAR_STATE.name]
     along = op("Expand", state.unsqueeze(), op("Concat", size(guesses, 0), width + 1, axis=0))
 
-    def step(number: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def step(number: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         before, so_far = states
         place = number.to(INT32)
         guess = maximum(op("Gather", guesses, number, axis=1), 0)
@@ -183,7 +183,7 @@ def drafts(inputs: Mapping[str, Tensor], most: int) -> tuple[Tensor, Tensor]:
     state = inputs[GRAMMAR_STATE.name]
     ids = inputs["input_ids"].columns(0, 1) * constant(np.zeros((1, most), np.int64)) - 1
 
-    def step(number: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def step(number: Tensor, states: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         before, so_far = states
         place = number.to(INT32)
         current = _in_time(inputs, before, total + place)

@@ -12,6 +12,13 @@ import pytest
 from qsample.contract.tensors import EXTRA_PARAMETERS
 from qsample.runtime import load
 from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.forms import (
+    choice,
+    person,
+    token_grammar,
+    token_texts,
+    write_grammar,
+)
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "generate_node.mjs"
 NEEDED = ("onnxruntime-node", "@huggingface/tokenizers")
@@ -72,6 +79,54 @@ def test_every_feature_and_a_device_package(tmp_path: Path) -> None:
         temperature=0.9,
         top_p=1,
     )
+
+
+@pytest.fixture(scope="module")
+def grammar_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, which takes grammars."""
+    import qsample
+
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    model = qsample.AutoModelForCausalLM.from_pretrained(bundled, grammars=True)
+    folder = tmp_path_factory.mktemp("grammars") / "package"
+    model.export(folder)
+    return folder
+
+
+@pytest.mark.ci
+def test_grammars(grammar_package: Path, tmp_path: Path) -> None:
+    same_text(grammar_package, 1, temperature=0.8, top_p=0.9)
+    texts = token_texts(grammar_package)
+    model = load(grammar_package)
+    assert model.tokenizer is not None
+    for name, form in {"person": person(), "choice": choice("yes", "no", "maybe so")}.items():
+        grammar = token_grammar(form, texts)
+        file = write_grammar(grammar, tmp_path / name)
+        for seed, temperature in enumerate((0, 1, 1.5)):
+            # The shortest limit, and one with room.
+            for limit in (grammar.shortest, 40):
+                options = {"max_new_tokens": limit, "temperature": temperature, "top_p": 1.0}
+                flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+                result = _node(
+                    SCRIPT,
+                    grammar_package,
+                    "--prompt=In the",
+                    f"--seed={seed}",
+                    f"--grammar={file}",
+                    *flags,
+                )
+                assert result.returncode == 0, result.stderr
+                output = model.generate("In the", seed=seed, top_k=0, grammar=grammar, **options)  # type: ignore[arg-type]
+                assert output.finish_reasons == ["stop"]
+                assert result.stdout == model.tokenizer.decode(output.sequences[0].tolist()) + "\n"
+        short = _node(
+            SCRIPT,
+            grammar_package,
+            f"--grammar={file}",
+            f"--max-new-tokens={grammar.shortest - 1}",
+        )
+        assert short.returncode == 1
+        assert f"may have {grammar.shortest - 1} tokens" in short.stderr
 
 
 def test_clear_messages(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from tests.helpers.reference_adjust import adjust
-from tests.helpers.reference_grammar import TABLE_NAMES, next_state
 from tests.helpers.reference_filters import (
     CANDIDATES,
     LOWEST,
@@ -19,6 +18,7 @@ from tests.helpers.reference_filters import (
     mirostat_limit,
     survivors,
 )
+from tests.helpers.reference_grammar import TABLE_NAMES, next_state
 
 __all__ = [
     "adjust",

@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 
 from qsample.contract.tensors import EXTRA_PARAMETERS
+from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime import CausalLM, load
+from tests.helpers.forms import (
+    choice,
+    person,
+    thoughtful_choice,
+    token_grammar,
+    token_texts,
+    write_grammar,
+)
 
 JS = Path(__file__).parents[2] / "js"
 ENGLISH = ["In the beginning", "Blessed are", "And the LORD spake unto Moses, saying"]
@@ -96,7 +105,43 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         "In the",
         {"adaptive_target": 0.3, "adaptive_decay": 0.7, "min_p": 0.05, "max_new_tokens": 12},
     ),
+    # Grammars by their names: greedy and random rows, two grammars beside a row without any, equal grammars.
+    ("grammars", ENGLISH[0], {"grammar": "person", "max_new_tokens": 40}),
+    ("grammars", ENGLISH[0], {"grammar": "person", "do_sample": False, "max_new_tokens": 30}),
+    (
+        "grammars",
+        [*ENGLISH, "So"],
+        {
+            "grammar": ["person", None, "choice", "person"],
+            "temperature": 1.3,
+            "max_new_tokens": 45,
+        },
+    ),
+    # Longer than the buffers of rows without a grammar are at first.
+    (
+        "grammars",
+        ENGLISH,
+        {
+            "grammar": ["person", "choice", None],
+            "temperature": 0.9,
+            "logit_bias": {4: -6},
+            "max_new_tokens": 200,
+        },
+    ),
+    ("grammars", ENGLISH[1], {"grammar": "thoughts", "temperature": 1.2, "max_new_tokens": 30}),
+    (
+        "grammars",
+        ENGLISH[1:],
+        {"grammar": "thoughts", "thinking_token_budget": 5, "max_new_tokens": 30},
+    ),
+    (
+        "grammars",
+        ENGLISH[1],
+        {"grammar": "thoughts", "thinking_token_budget": 0, "max_new_tokens": 30},
+    ),
 ]
+# The number of tokens of the shortest answer is the first limit.
+NUM_SHORT_LIMITS = 8
 
 
 def camel(name: str) -> str:
@@ -120,7 +165,12 @@ def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder / "checkpoint"
     )
     AutoTokenizer.from_pretrained(bundled).save_pretrained(folder / "checkpoint")
-    features: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "return_pdfs": True}
+    features: dict[str, Any] = {
+        "logprobs": True,
+        "top_logprobs": 3,
+        "return_pdfs": True,
+        "grammars": True,
+    }
     model = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint", **features)
     portable = model.export(folder / "float32")
     packages = {"float32": folder / "float32"}
@@ -131,8 +181,35 @@ def gpu_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
+def grammar_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, which takes grammars."""
+    import qsample
+
+    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
+    model = qsample.AutoModelForCausalLM.from_pretrained(bundled, grammars=True, logit_bias=True)
+    folder = tmp_path_factory.mktemp("grammars") / "package"
+    model.export(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grammars(grammar_package: Path) -> dict[str, TokenGrammar]:
+    forms = {
+        "person": person(),
+        "choice": choice("yes", "no", "maybe so"),
+        "thoughts": thoughtful_choice("yes", "no"),
+    }
+    texts = token_texts(grammar_package)
+    return {name: token_grammar(form, texts) for name, form in forms.items()}
+
+
+@pytest.fixture(scope="module")
 def cases(
-    bundled_package: Path, exported: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    bundled_package: Path,
+    grammar_package: Path,
+    grammars: dict[str, TokenGrammar],
+    exported: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """A file with packages, calls, and the Python runtime's results."""
     features: dict[str, Any] = {
@@ -141,27 +218,53 @@ def cases(
         "logprobs": True,
         "top_logprobs": 3,
     }
+    features["grammars"] = True
     llama = exported("llama", filters=tuple(EXTRA_PARAMETERS), **features)
-    packages = {"bundled": bundled_package, "llama": llama}
+    packages = {"bundled": bundled_package, "llama": llama, "grammars": grammar_package}
     models = {name: load(path) for name, path in packages.items()}
-    rows = [
-        case(models[name], name, seed, prompts, options)
-        for seed, (name, prompts, options) in enumerate(CASES)
+    shortest = grammars["person"].shortest
+    short_limits = range(shortest, shortest + NUM_SHORT_LIMITS)
+    short: list[tuple[str, Any, dict[str, Any]]] = [
+        ("grammars", ENGLISH[1], {"grammar": "person", "temperature": 1, "max_new_tokens": limit})
+        for limit in short_limits
     ]
-    path = tmp_path_factory.mktemp("js") / "cases.json"
+    rows = [
+        case(models[name], name, seed, prompts, options, grammars)
+        for seed, (name, prompts, options) in enumerate(CASES + short)
+    ]
+    folder = tmp_path_factory.mktemp("js")
+    files = {
+        name: str(write_grammar(grammar, folder / f"{name}.safetensors"))
+        for name, grammar in grammars.items()
+    }
+    path = folder / "cases.json"
     path.write_text(
         json.dumps(
-            {"packages": {name: str(folder) for name, folder in packages.items()}, "cases": rows}
+            {
+                "packages": {name: str(package) for name, package in packages.items()},
+                "grammars": files,
+                "cases": rows,
+            }
         )
     )
     return path
 
 
 def case(
-    model: CausalLM, package: str, number: int, prompts: Any, options: dict[str, Any]
+    model: CausalLM,
+    package: str,
+    number: int,
+    prompts: Any,
+    options: dict[str, Any],
+    grammars: dict[str, TokenGrammar],
 ) -> dict[str, Any]:
     seed = 2**53 + 1 + 100 * number
-    output = model.generate(prompts, seed=seed, **options)
+    names = options.get("grammar")
+    if isinstance(names, list):
+        grammar: Any = [None if name is None else grammars[name] for name in names]
+    else:
+        grammar = None if names is None else grammars[names]
+    output = model.generate(prompts, seed=seed, **(options | {"grammar": grammar}))
     expected: dict[str, Any] = {
         "tokenIds": output.token_ids,
         "texts": output.texts,
@@ -176,6 +279,9 @@ def case(
         assert output.top_logprob_ids is not None
         expected["topIds"] = output.top_logprob_ids[:, 0].tolist()
     given = {camel(name): value for name, value in options.items()}
+    if isinstance(names, list):
+        del given["grammar"]
+        given["rows"] = [{"grammar": name} for name in names]
     if "logitBias" in given:  # JSON has no infinities
         given["logitBias"] = {
             token: str(bias) if np.isinf(bias) else bias

@@ -196,7 +196,7 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
     start = (
-        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3, 2.4; make the package "
-        "again: "
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3, 2.4; make the "
+        "package again: "
     )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")

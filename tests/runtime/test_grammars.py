@@ -18,8 +18,10 @@ from qsample.request.structured.automaton import Thoughts, automaton_of, with_th
 from qsample.request.structured.tables import TokenGrammar, token_grammar
 from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.runtime import CausalLM, Engine, SamplingParams, Step, load
+from qsample.runtime.decode.slots import Slots, Snapshot
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.reference_grammar import forbidden, next_state
+from tests.helpers.schema_answers import ANY_TOKEN, OWN_TOKENS, check_answers
 from tests.helpers.tiny_models import with_features
 
 pytest.importorskip("llguidance")
@@ -180,6 +182,37 @@ def test_in_an_engine(
             assert (output.token_ids, output.finish_reason) == wanted[row]
 
 
+def test_nothing_is_read_between_tokens(
+    model: CausalLM, make: Callable[..., TokenGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are read every eight steps, with a grammar as without; masks of the host need each token."""
+    reads: list[int] = []
+    plain_read = Slots.read
+
+    def read(self: Slots, *given: Any, **options: Any) -> Snapshot:
+        reads.append(self.step)
+        return plain_read(self, *given, **options)
+
+    monkeypatch.setattr(Slots, "read", read)
+    words = make(r"[a-z]{40}")
+    counts = []
+    for grammar in (words, None):
+        reads.clear()
+        output = model.generate(
+            PROMPTS[:2],
+            seed=1,
+            temperature=1.0,
+            max_new_tokens=48,
+            eos_token_id=2,
+            grammar=[grammar, None],
+            flush_every=8,
+        )
+        steps = max(len(ids) for ids in output.token_ids) - 1
+        counts.append(len(reads))
+        assert len(reads) <= steps / 8 + 3
+    assert abs(counts[0] - counts[1]) <= 1
+
+
 def test_answers_are_complete_within_any_limit(
     model: CausalLM, make: Callable[..., TokenGrammar]
 ) -> None:
@@ -318,9 +351,9 @@ def test_fewest_tokens_after_limited_thoughts(
 
 def test_refusals(model: CausalLM, make: Callable[..., TokenGrammar], llama_package: Path) -> None:
     choice = make("(yes|no|perhaps)")
-    with pytest.raises(ValueError, match="exported without grammars.*--grammars"):
+    with pytest.raises(ValueError, match=r"exported without grammars.*--grammars"):
         load(llama_package).generate([[3]], grammar=choice)
-    with pytest.raises(ValueError, match="grammar is 7; give a result of CausalLM.grammar"):
+    with pytest.raises(ValueError, match=r"grammar is 7; give a result of CausalLM\.grammar"):
         model.generate("And", grammar=7)
     with pytest.raises(ValueError, match="a list with one for each prompt"):
         model.generate(["And", "The"], grammar=[choice])
@@ -353,3 +386,12 @@ def test_other_stop_tokens(model: CausalLM, make: Callable[..., TokenGrammar]) -
         text = model.tokenizer.decode(output.token_ids[0][:-1])
         assert output.token_ids[0][-1] == stop
         assert text in ("yes", "no", "perhaps", "yes the end", "no the end", "perhaps the end")
+
+
+@pytest.mark.parametrize(
+    "count", [24, pytest.param(2000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("temperature", [OWN_TOKENS, ANY_TOKEN])
+def test_answers_to_random_schemas(model: CausalLM, count: int, temperature: float) -> None:
+    """Eight schemas a batch, at limits from the shortest answer up: jsonschema finds every answer valid."""
+    check_answers(model, count, seed=count, temperature=temperature)

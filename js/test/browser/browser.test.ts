@@ -3,13 +3,19 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { afterAll, afterEach, beforeAll, beforeEach, describe, expect, it } from "vitest";
-import { given, optionsOfVector, vectors } from "../cases.js";
+import { type Case, given, grammarBytes, optionsOfVector, vectors } from "../cases.js";
 import { executable, Harness } from "./harness.js";
 
 const rows = vectors.rows as any[];
 const PROMPTS = rows.map((row) => row.prompt_ids);
 const BATCH = { rows: rows.map(optionsOfVector) };
 const TOKENS = rows.map((row) => row.tokens);
+// Calls with grammars by their names, and the Python runtime's tokens; a page gets the files as lists of bytes.
+const GRAMMAR_CASES = (given?.cases ?? []).filter((one) => one.package === "grammars" && !one.options.logitBias);
+// A step over SwiftShader takes a fifth of a second, so WebGPU has two of them: different grammars in a batch, and thoughts.
+const GPU_CASES = GRAMMAR_CASES.filter(({ options }) => options.rows || options.thinkingTokenBudget);
+const tokensOf = (cases: readonly Case[]): number[][][] => cases.map(({ expected }) => expected.tokenIds);
+const FILES = Object.fromEntries(Object.keys(given?.grammars ?? {}).map((name) => [name, [...grammarBytes(name)]]));
 
 describe.skipIf(!given || !executable)("a package in a browser", () => {
   let harness: Harness;
@@ -100,6 +106,29 @@ describe.skipIf(!given || !executable)("a package in a browser", () => {
     expect(result).toEqual({ tokenIds: [[40, 41, 42, 43], [40, 41, 42, 43]], failed: "mine" });
   });
 
+  /** The tokens of cases with grammars, on a device. */
+  const grammarTokens = (cases: readonly Case[], source: string, device: string, worker: boolean): Promise<any> =>
+    inPage(async (qsample, { source, device, worker, files, cases }) => {
+      const grammars = Object.fromEntries(Object.entries<number[]>(files).map(([name, bytes]) => [name, qsample.loadGrammar(Uint8Array.from(bytes))]));
+      const named = (options: any): any => (options.grammar ? { ...options, grammar: grammars[options.grammar] } : options);
+      const model = await qsample.load(source, { device, worker });
+      const tokens: any[] = [];
+      for (const { prompts, options, seed } of cases) {
+        const rows = options.rows ? { rows: options.rows.map(named) } : {};
+        tokens.push((await model.generate(prompts, { ...named(options), ...rows, seed }).output()).tokenIds);
+      }
+      const refused = await model.generate("In", { grammar: grammars.person, maxNewTokens: 3 }).output().catch((error: any) => [error.name, error.param]);
+      await model.dispose();
+      return { device: model.device, tokens, refused };
+    }, { source, device, worker, files: FILES, cases });
+
+  it("grammars give the Python runtime's tokens: WebAssembly in a worker, WebGPU", async () => {
+    const refused = ["ArgumentError", "maxNewTokens"];
+    expect(await grammarTokens(GRAMMAR_CASES, "/grammars", "wasm", true)).toEqual({ device: "wasm", tokens: tokensOf(GRAMMAR_CASES), refused });
+    expect(GPU_CASES).toHaveLength(2);
+    expect(await grammarTokens(GPU_CASES, "/float32", "webgpu", false)).toEqual({ device: "webgpu", tokens: tokensOf(GPU_CASES), refused });
+  });
+
   it("a damaged, cut or missing file is named, and the next try works", async () => {
     const load = async (qsample: any): Promise<string> => (await qsample.load("/bundled", { device: "wasm" })).device;
     const file = readFileSync(join(given!.packages.bundled, "decoder.onnx.data"));
@@ -161,6 +190,37 @@ describe.skipIf(!given || !executable)("a package in a browser", () => {
       expect(mapped).toHaveLength(reads);
       expect(Math.max(...mapped)).toBe(4 * 2 * (2 + flushEvery * (2 + 6 + result.vocabulary)));
     }
+  });
+
+  it.skipIf(!given?.packages.webgpu)("of a package for WebGPU, grammars give the Python runtime's tokens, and these alone come to the host", async () => {
+    expect((await grammarTokens(GPU_CASES, "/webgpu", "webgpu", false)).tokens).toEqual(tokensOf(GPU_CASES));
+    const result = await inPage(async (qsample, files) => {
+      const model = await qsample.load("/webgpu", { device: "webgpu" });
+      const [person, choice] = [files.person, files.choice].map((bytes: number[]) => qsample.loadGrammar(Uint8Array.from(bytes)));
+      const mapped: number[] = [];
+      const made: number[] = [];
+      const { mapAsync } = GPUBuffer.prototype;
+      GPUBuffer.prototype.mapAsync = function (...values) {
+        mapped.push(this.size);
+        return mapAsync.apply(this, values);
+      };
+      const { createBuffer } = GPUDevice.prototype;
+      GPUDevice.prototype.createBuffer = function (descriptor) {
+        made.push(descriptor.size);
+        return createBuffer.call(this, descriptor);
+      };
+      const rows = [{ grammar: person }, {}, { grammar: choice }];
+      const { timing } = await model.generate(rows.map(() => "In the"), { rows, outputs: [], maxNewTokens: 24, seed: 5 }).output();
+      const states = person.numStates + choice.numStates - 1;
+      const bytes = 4 * states * Math.max(person.numClasses, choice.numClasses);
+      const tables = made.filter((size) => size === Math.ceil(bytes / 16) * 16);
+      return { timing, mapped, tables: tables.length };
+    }, FILES);
+    expect(result.mapped).toHaveLength(result.timing.reads);
+    expect(result.timing.steps).toBeGreaterThan(12);
+    // Status, length and up to four tokens of three rows.
+    expect(Math.max(...result.mapped)).toBe(4 * 3 * 6);
+    expect(result.tables).toBe(1);
   });
 
   it("a lost GPU is an error that says so, and another model can be loaded", async () => {

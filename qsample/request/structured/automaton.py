@@ -16,7 +16,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 from qsample.request.grammar import invalid_grammar
-from qsample.request.structured.not_regular import NotRegularError, checked_length
+from qsample.request.structured.not_regular import NEVER, NotRegularError, checked_length
 from qsample.request.structured.state_graph import (
     Predecessors,
     distances_to,
@@ -29,6 +29,9 @@ NUM_BYTES: Final = 256
 ANY_SPECIAL: Final = ""
 MAX_BYTE_STATES: Final = 1 << 15
 _NEWLINE: Final = ord("\n")
+# The first bytes of UTF-8's characters of 2, 3 and 4 bytes, and the bytes after them.
+_LEADING_BYTES: Final = (range(0xC2, 0xE0), range(0xE0, 0xF0), range(0xF0, 0xF5))
+_CONTINUATION_BYTES: Final = range(0x80, 0xC0)
 # The beginnings of outlines_core's messages about expressions that it cannot determinise.
 _UNSUPPORTED_MESSAGES: Final = ("universal start state", "unsupported regex feature")
 # The part of its message about a state without a way to an end.
@@ -80,12 +83,14 @@ def automaton_of(expression: str) -> ByteAutomaton:
 
     Args:
         expression: an expression of Rust's regex crate that the whole answer matches. Its brackets
-            have to match.
+            have to match, and it may not look around: an anchor in it matches nothing.
 
     Raises:
         InvalidGrammarError: the expression is invalid, or no text matches it.
         NotRegularError: the expression looks around, or its automaton is too large.
     """
+    if expression == NEVER:
+        raise invalid_grammar(_NO_TEXT_REASON)
     transitions, final = _read_index(_index_of(checked_length(expression)))
     states = len(transitions)
     if states > MAX_BYTE_STATES:
@@ -114,11 +119,12 @@ def _index_of(expression: str) -> Any:
     """outlines_core's index of an expression over the single bytes. A mark comes before the
     expression and another after it.
 
-    outlines_core 0.2.14 has two faults that the marks evade. It drops a byte after a final state
-    if the next state is not final: of `a|abc` it keeps `a` alone. Only the end of a mark is final
-    here. And it determinises searches that start anywhere, which takes exponential time for some
-    counted repetitions. The empty alternative outranks later starts. It makes the first state
-    final, so the byte of the first mark is dropped, and `_start_of` finds the state after it.
+    The marks evade three faults of outlines_core 0.2.14. It prefers the first alternative: of
+    `a|ab` it keeps `a` alone. It drops a byte after a final state if the next state is not final:
+    of `(abc)?` it keeps nothing. Here, only the end of the last mark is final. And it determinises
+    searches that start anywhere, which takes exponential time for some counted repetitions. The
+    empty alternative outranks later starts. It makes the first state final, so the first byte of
+    the first mark is dropped, and `_start_of` finds the state after that mark.
     """
     from outlines_core import Index, Vocabulary
 
@@ -211,7 +217,7 @@ def _refined(classes: Array, transitions: Array) -> Array:
     changed = np.arange(len(classes))
     while len(changed):
         # States of a block whose next states kept their numbers still agree with each other, and
-        # with none of the others.
+        # differ from the block's states whose next states have new numbers.
         affected = np.unique(predecessors.of(changed))
         signatures = np.column_stack([classes[affected], padded[transitions[affected]]])
         first, groups = equal_rows(signatures)
@@ -256,7 +262,8 @@ def with_thoughts(automaton: ByteAutomaton | None, thoughts: Thoughts) -> ByteAu
 
 class _ThinkingAutomaton:
     """Builds the automaton of `with_thoughts`. Its states are, in this order: the beginning of the
-    answer, the thoughts, their late copy, two line feeds, and the form or the free state."""
+    answer, the thoughts, their late copy, both inside a character, two line feeds, and the form or
+    the free state."""
 
     def __init__(self, form: ByteAutomaton | None, thoughts: Thoughts) -> None:
         self._is_free = form is None
@@ -272,7 +279,10 @@ class _ThinkingAutomaton:
         num_form_states = 1 if form is None else len(form.transitions)
         self._thought = 1 if thoughts.is_open else len(self._start)
         self._late_thought = self._thought + len(self._end)
-        self._line_feed = self._late_thought + len(self._end)
+        # State i waits for i + 1 further bytes of a character.
+        self._character = self._late_thought + len(self._end)
+        self._late_character = self._character + len(_LEADING_BYTES)
+        self._line_feed = self._late_character + len(_LEADING_BYTES)
         self._form = self._line_feed + 2
         num_states = self._form + num_form_states
         self._transitions = np.full((num_states, num_symbols), -1, np.int32)
@@ -290,6 +300,7 @@ class _ThinkingAutomaton:
         """The automaton, without states that cannot be reached."""
         exit_state = self._add_line_feeds()
         self._add_thoughts(exit_state)
+        self._add_characters()
         self._add_late_thoughts(exit_state)
         if self._thoughts.is_open:
             self._open()
@@ -319,6 +330,8 @@ class _ThinkingAutomaton:
             row = self._transitions[state]
             if matched == 0:
                 row[:NUM_BYTES] = self._thought
+                for index, leading in enumerate(_LEADING_BYTES):
+                    row[leading.start : leading.stop] = self._character + index
             else:
                 row[:NUM_BYTES] = self._transitions[self._thought + fallback, :NUM_BYTES]
                 fallback = int(row[byte]) - self._thought
@@ -327,6 +340,21 @@ class _ThinkingAutomaton:
                 row[NUM_BYTES:] = self._thought
             row[self._end_symbol] = exit_state
             self._late[state] = self._late_thought + matched
+            self._final[state] = self._is_free
+
+    def _add_characters(self) -> None:
+        """Add the states inside a character of several bytes. Late thoughts complete it first."""
+        for index in range(len(_LEADING_BYTES)):
+            state = self._character + index
+            late_state = self._late_character + index
+            continuation = slice(_CONTINUATION_BYTES.start, _CONTINUATION_BYTES.stop)
+            # Bytes that are no text lead where they lead from the beginning of a character.
+            self._transitions[state] = self._transitions[self._thought]
+            self._transitions[state, continuation] = self._thought if index == 0 else state - 1
+            self._transitions[late_state, continuation] = (
+                self._late_thought if index == 0 else late_state - 1
+            )
+            self._late[state] = late_state
             self._final[state] = self._is_free
 
     def _add_late_thoughts(self, exit_state: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from qsample.errors import ArgumentError, shown
 from qsample.request.grammar import Form, invalid_grammar
@@ -18,6 +19,11 @@ from qsample.request.structured.not_regular import (
     escaped,
 )
 from qsample.request.structured.schema import expression_of_schema
+
+_ESCAPE: Final = re.compile(r"\\.", re.DOTALL)
+# An escape, or a class.
+_CLASS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_BOUNDARY_ESCAPES: Final = (r"\A", r"\z", r"\b", r"\B", r"\<", r"\>")
 
 
 def expression_of(form: Form) -> str:
@@ -35,7 +41,7 @@ def expression_of(form: Form) -> str:
         case "json_schema":
             return expression_of_schema(_parsed_schema(value))
         case "regex":
-            return _without_anchors(_checked_regex(value))
+            return _checked_regex(value)
         case "choice":
             return _expression_of_choice(value)
         case "grammar":
@@ -56,13 +62,19 @@ def _parsed_schema(value: Any) -> Any:
 
 
 def _checked_regex(expression: str) -> str:
-    """An expression that llguidance can read. So its brackets match."""
+    """An expression that llguidance can read, so that its brackets match, without anchors."""
     from llguidance import LLMatcher
 
     problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(checked_length(expression)))
     if problem:
         raise invalid_grammar(problem)
-    return expression
+    inner = _without_anchors(expression)
+    # A class may contain other classes; the rest of such a class looks like an anchor at worst.
+    has_anchor = any(character in "^$" for character in _CLASS.sub("", inner))
+    has_boundary = any(escape in _BOUNDARY_ESCAPES for escape in _ESCAPE.findall(inner))
+    if has_anchor or has_boundary:
+        raise NotRegularError("a regular expression with anchors or boundaries")
+    return inner
 
 
 def _without_anchors(expression: str) -> str:

@@ -129,7 +129,7 @@ class _Translation:
             depth: the number of parts around it.
         """
         if depth > MAX_NESTING:
-            raise NotRegularError(f"{path}: nested more than {MAX_NESTING} deep")
+            raise NotRegularError(f"{path:.80}...: nested more than {MAX_NESTING} deep")
         if schema is False:
             return NEVER
         if schema is True:
@@ -366,7 +366,7 @@ def _members(members: list[_Member]) -> str:
     is_required = [member.is_required for member in members]
     if True not in is_required:
         return f"(?:{_some([member.expression for member in members])})?"
-    # The first required member has no comma before it, so the others have theirs on its side.
+    # The first required member has no comma before it, and every other member has it on that side.
     first = is_required.index(True)
     parts = [f"(?:{member.expression}, )?" for member in members[:first]]
     parts.append(members[first].expression)

@@ -275,7 +275,7 @@ def token_grammar(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> Toke
     rows = row_of[transitions[kept]]
 
     first, column_classes = equal_rows(np.vstack([np.full(len(kept), -1), rows.T]))
-    # The first group is the one of the column before all others.
+    # The first group is the one of the added column.
     num_classes = len(first)
     table_bytes = 4 * (START_ROW + len(kept)) * num_classes
     if table_bytes > MAX_TABLE_BYTES:
@@ -329,8 +329,9 @@ def _fold(automaton: ByteAutomaton, vocabulary: TokenVocabulary) -> tuple[Array,
     for text, column in special_columns.items():
         token_columns[list(vocabulary.special_ids.get(text, ()))] = column
 
-    used, token_columns = np.unique(token_columns, return_inverse=True)
-    return columns.states(used), token_columns
+    is_used = np.bincount(token_columns) > 0
+    places = np.cumsum(is_used) - 1
+    return columns.states(np.flatnonzero(is_used)), places[token_columns]
 
 
 class _Columns:

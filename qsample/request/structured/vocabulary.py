@@ -21,6 +21,7 @@ class TrieLevel:
     Attributes:
         parents: [N] int64, the place of each node's parent in the level before; 0 for the root.
         last_bytes: [N] int64, the byte that leads from the parent to each node.
+        keys: [N] int64, 256 times the parent plus the byte; they rise.
         tokens: [N] int64, the first token whose bytes end in each node; -1 for none.
         token_ids: [M] int64, all tokens whose bytes end in a node of this level.
         token_nodes: [M] int64, the nodes in which they end.
@@ -28,6 +29,7 @@ class TrieLevel:
 
     parents: Array
     last_bytes: Array
+    keys: Array
     tokens: Array
     token_ids: Array
     token_nodes: Array
@@ -42,10 +44,9 @@ class TrieLevel:
         Returns:
             [Q] int64, places in this level; -1 for none.
         """
-        keys = self.parents * 256 + self.last_bytes
         wanted = parents * 256 + last_bytes
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[places] == wanted, places, -1)
+        places = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
+        return np.where(self.keys[places] == wanted, places, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,20 +92,22 @@ class TokenVocabulary:
         Args:
             tokenizer: llguidance's LLTokenizer.
             added_texts: the texts of the added tokens that are not special, by their ids.
-                llguidance takes some of them for special tokens: those in angle brackets.
+                llguidance takes those in angle brackets for special tokens, and letters of other
+                scripts in them for single bytes.
         """
         size: int = tokenizer.vocab_size
         tokens: list[bytes] = [tokenizer.decode_bytes([token]) for token in range(size)]
         special_ids: dict[str, list[int]] = {}
         for token in range(size):
-            if not tokenizer.is_special_token(token):
-                continue
-            text = tokens[token].decode("utf-8", "replace")
-            tokens[token] = added_texts.get(token, "").encode()
-            # llguidance writes the ids that a tokenizer lacks in the form <[123]>, and takes the
-            # byte 255, which is in no text, for a special token without a text.
-            if not tokens[token] and text not in ("", f"<[{token}]>"):
-                special_ids.setdefault(text, []).append(token)
+            if token in added_texts:
+                tokens[token] = added_texts[token].encode()
+            elif tokenizer.is_special_token(token):
+                text = tokens[token].decode("utf-8", "replace")
+                tokens[token] = b""
+                # llguidance writes the ids that a tokenizer lacks in the form <[123]>, and takes
+                # the byte 255, which is in no text, for a special token without a text.
+                if text not in ("", f"<[{token}]>"):
+                    special_ids.setdefault(text, []).append(token)
         return cls.of_tokens(tokens, special_ids)
 
     @classmethod
@@ -148,7 +151,9 @@ def _levels(tokens: Sequence[bytes]) -> list[TrieLevel]:
         first_tokens = np.full(len(parents), -1, np.int64)
         # Sorting keeps the order of equal tokens, and the first assignment must be the last one.
         first_tokens[token_nodes[::-1]] = token_ids[::-1]
-        levels.append(TrieLevel(parents, last_bytes[is_new], first_tokens, token_ids, token_nodes))
+        new_bytes = last_bytes[is_new]
+        keys = parents * 256 + new_bytes
+        levels.append(TrieLevel(parents, new_bytes, keys, first_tokens, token_ids, token_nodes))
         longer = longer[~ends]
         nodes = nodes[~ends]
     return levels

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
 import numpy as np
 
 from qsample.contract.arrays import Array
@@ -79,7 +80,7 @@ class GrammarRows:
         self._places: dict[str, _Place] = {}
         self._key_of_row: list[str | None] = [None] * rows
         self._buffers: dict[str, Buffer] = {}
-        for name, spec in self._specs.items():
+        for name in self._specs:
             self._buffers[name] = Buffer.of(self._filled(name), device)
 
     @property

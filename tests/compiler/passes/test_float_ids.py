@@ -108,9 +108,7 @@ def test_the_whole_sampler() -> None:
         300,
         (),
         captured=True,
-        features=Features(
-            allowed_tokens=True, grammars=True, logit_bias=True, filters=FILTERS
-        ),
+        features=Features(allowed_tokens=True, grammars=True, logit_bias=True, filters=FILTERS),
     )
     model = build_sampler(face, PAD, for_webgpu=True)
     before = opened(model)

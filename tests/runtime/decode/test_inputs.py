@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import BATCH, NOISE_STREAMS, HOST_AXES
+from qsample.contract.tensors import BATCH, HOST_AXES, NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.rounding import RowCounts
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms

@@ -1,0 +1,223 @@
+"""Expressions of schemas: all their texts are valid documents; the jsonschema library is the judge."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from qsample.request.grammar import InvalidGrammarError
+from qsample.request.structured.automaton import automaton_of
+from qsample.request.structured.json_text import LARGEST_INTEGER, integers
+from qsample.request.structured.not_regular import NEVER, NotRegularError
+from qsample.request.structured.pattern import expression_of_pattern
+from qsample.request.structured.schema import expression_of_schema
+from tests.helpers.random_schemas import NEAR_MISSES, PATTERNS, random_schema, random_text
+
+
+def check_sound(schema: Any, rng: np.random.Generator, count: int) -> int:
+    """Check some documents of a schema; returns their number."""
+    try:
+        automaton = automaton_of(expression_of_schema(schema))
+    except InvalidGrammarError:
+        return 0
+    judge = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    for _ in range(count):
+        text = random_text(automaton, rng).decode("utf-8")
+        document = json.loads(text, parse_constant=pytest.fail)
+        problem = jsonschema.exceptions.best_match(judge.iter_errors(document))
+        assert problem is None, (schema, text)
+        for number in numbers_of(document):
+            assert math.isfinite(number), text
+    return count
+
+
+def numbers_of(document: Any) -> list[float]:
+    if isinstance(document, dict):
+        document = list(document.values())
+    if isinstance(document, list):
+        return [number for item in document for number in numbers_of(item)]
+    return [document] if isinstance(document, float) else []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_documents_are_valid(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    checked = sum(check_sound(random_schema(rng), rng, 5) for _ in range(40))
+    assert checked > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_more_random_documents_are_valid(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        check_sound(random_schema(rng), rng, 10)
+
+
+@pytest.mark.parametrize("schema", NEAR_MISSES, ids=lambda schema: json.dumps(schema)[:60])
+def test_other_schemas_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(NotRegularError):
+        expression_of_schema(schema)
+
+
+def matches(schema: Any, text: str) -> bool:
+    automaton = automaton_of(expression_of_schema(schema))
+    state = 0
+    for byte in text.encode():
+        state = int(automaton.transitions[state, byte])
+        if state < 0:
+            return False
+    return bool(automaton.final[state])
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "null"}, "c": {"type": "boolean"}},
+}
+PET = {
+    "type": "object",
+    "properties": {"kind": {"const": "cat"}, "é": {"$ref": "#/$defs/age"}},
+    "required": ["kind"],
+    "$defs": {"age": {"type": "integer", "minimum": 0, "exclusiveMaximum": 30.5}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "documents"),
+    [
+        (OBJECT, [{}, {"a": 1}, {"b": None}, {"a": -3, "c": True}, {"b": None, "c": False}]),
+        (OBJECT | {"required": ["b"]}, [{"b": None}, {"a": 1, "b": None, "c": True}]),
+        (PET, [{"kind": "cat"}, {"kind": "cat", "é": 30}]),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 2}, [[], [None], [None] * 2]),
+        ({"type": "array", "items": {"type": "number"}}, [[], [1, 2.5, -0.125, 1e20]]),
+        ({"type": "string"}, ["", "é😊", 'a"\\\n\b\x07', "\u2028"]),
+        ({"type": "string", "maxLength": 2}, ["", "😊😊", "\n\n"]),
+        ({"type": "string", "pattern": "^[é-ü]+$"}, ["éü"]),
+        ({"type": "string", "pattern": 'a"b'}, ['xa"by\n']),
+        (
+            {"type": "object", "additionalProperties": {"type": "null"}},
+            [{}, {"x": None, "é": None}],
+        ),
+        ({"anyOf": [{"type": "null"}, {"enum": [[1, {"k": "v"}]]}]}, [None, [1, {"k": "v"}]]),
+        ({"type": "string", "format": "date"}, ["2024-02-29", "2000-02-29", "1999-12-31"]),
+        ({"type": "string", "format": "email"}, ["jane.doe@example.co.uk"]),
+        ({"type": "string", "format": "date-time"}, ["2024-02-29T23:59:59.5+01:00"]),
+        ({"type": ["string", "null"]}, ["x", None]),
+        ({"enum": [1, True, "1", 1.5], "type": ["integer", "boolean"]}, [1, True]),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}]},
+            [[], [None], [None, 1]],
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_plain_documents_match(schema: Any, documents: list[Any]) -> None:
+    for document in documents:
+        assert matches(schema, json.dumps(document, ensure_ascii=False)), document
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        (OBJECT, ['{"d": 1}', '{"b": null, "a": 1}', '{"a":1}', "{", '{"a": 1, }', '{"a": 1.0}']),
+        (PET, ['{"é": 3}', '{"kind": "cat", "é": 31}', '{"kind": "cat", "é": -1}']),
+        ({"type": "string", "format": "date"}, ['"2023-02-29"', '"1900-02-29"', '"0000-01-01"']),
+        ({"type": "string", "format": "date"}, ['"2023-04-31"', '"2023-13-01"', '"2023-1-01"']),
+        ({"type": "string", "format": "time"}, ['"24:00:00Z"', '"12:60:00Z"', '"12:00:00"']),
+        ({"type": "string", "format": "ipv4"}, ['"256.1.1.1"', '"01.1.1.1"', '"1.1.1"']),
+        ({"type": "string", "maxLength": 1}, ['"ab"', r'"\u0041\u0042"', r'"\ud83d\ude0a"']),
+        (
+            {"type": "string"},
+            [r'"\ud800"', r'"\ud912"', r'"\uDFFF"', '"\n"', '"\\x"', '"\x00"', '"'],
+        ),
+        ({"type": "integer"}, ["1.0", "01", "1e2", "+1", "-", "1" * 19]),
+        ({"enum": [1, True], "type": "integer"}, ["true", "1.0"]),
+        (
+            {"type": "array", "items": {"type": "null"}, "minItems": 1},
+            ["[]", "[null,null]", "[null, ]"],
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_other_texts_do_not_match(schema: Any, texts: list[str]) -> None:
+    for text in texts:
+        assert not matches(schema, text), text
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 0), (7, 7), (1, 120), (-5, 5), (-1203, -17), (99, 10000), (-1, 0), (-999, 4096), (5, 4)],
+)
+def test_integers_are_those_of_their_range(low: int, high: int) -> None:
+    expression = integers(low, high)
+    if low > high:
+        assert expression == NEVER
+        return
+    for number in range(-1500, 10100):
+        assert bool(re.fullmatch(expression, str(number))) == (low <= number <= high)
+
+
+def test_integers_have_at_most_18_digits() -> None:
+    schema = {"type": "integer", "minimum": -(10**30), "maximum": 10**19}
+    assert matches(schema, str(LARGEST_INTEGER))
+    assert not matches(schema, str(LARGEST_INTEGER + 1))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_mean_what_they_mean_in_python(pattern: str) -> None:
+    """Raw characters that both have are found in both; other texts may be missing."""
+    rng = np.random.default_rng(3)
+    expression = f'"{expression_of_pattern(pattern)}"'
+    automaton = automaton_of(expression) if NEVER not in expression else None
+    for _ in range(300):
+        letters = rng.choice(list('aby-Zz019é日ü@. _x"\\'), rng.integers(0, 8))
+        text = "".join(str(letter) for letter in letters)
+        is_found = re.search(pattern, text) is not None
+        state = 0
+        if automaton is not None:
+            for byte in json.dumps(text, ensure_ascii=False).encode():
+                state = int(automaton.transitions[state, byte]) if state >= 0 else -1
+        is_matched = automaton is not None and state >= 0 and bool(automaton.final[state])
+        assert is_found >= is_matched, (pattern, text)
+        if text.isascii() and '"' not in text and "\\" not in text:
+            assert is_found == is_matched, (pattern, text)
+
+
+@pytest.mark.parametrize("depth", [49, 200, 5000])
+def test_a_deep_schema_is_refused(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    with pytest.raises(NotRegularError, match="deep"):
+        expression_of_schema(schema)
+
+
+def test_a_schema_that_grows_exponentially_is_refused_at_once() -> None:
+    links = {
+        f"d{number}": {
+            "type": "array",
+            "prefixItems": [{"$ref": f"#/$defs/d{number + 1}"}] * 4,
+        }
+        for number in range(12)
+    }
+    schema = {"$defs": {**links, "d12": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    with pytest.raises(NotRegularError, match="characters"):
+        expression_of_schema(schema)
+
+
+def test_a_reason_names_the_path_and_the_keyword() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a/b": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
+    }
+    with pytest.raises(NotRegularError) as caught:
+        expression_of_schema(schema)
+    assert caught.value.reason == "#/properties/a~1b: uniqueItems"
