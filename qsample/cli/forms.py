@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -91,16 +92,32 @@ def checked_form(kind: _FormKind, value: str | list[str], name: str) -> Form:
         value: the form itself, or the name of its file.
         name: the name of the option or argument, for messages.
     """
-    from qsample.request.grammar import Form, check_form
+    from qsample.request.grammar import Form
 
     if isinstance(value, str) and kind != "regex" and not _is_schema_or_grammar(value):
         value = read_text(Path(value), name)
     form = Form(kind, value)
     try:
-        check_form(form)
+        _check_form(form)
     except ArgumentError as error:
         raise typer.BadParameter(f"{name}: {error}") from None
     return form
+
+
+def _check_form(form: Form) -> None:
+    """Raise ArgumentError for an invalid form, and ImportError without the libraries of forms. A form
+    is valid if it has tables or masks."""
+    from qsample.request.grammar import check_form
+    from qsample.request.structured.expression import expression_of
+    from qsample.request.structured.not_regular import NotRegularError
+
+    # A missing library is an error before a model is opened, because that takes long.
+    for library in ("llguidance", "outlines_core"):
+        importlib.import_module(library)
+    try:
+        expression_of(form)
+    except NotRegularError:
+        check_form(form)
 
 
 def _is_schema_or_grammar(value: str) -> bool:

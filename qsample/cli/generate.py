@@ -165,8 +165,8 @@ def _check_takes_forms(package: Package) -> None:
     features = package.interface.features
     if not (features.grammars or features.allowed_tokens):
         raise QsampleError(
-            "--json-schema, --regex and --grammar need a package that was exported with --grammars, --allowed-tokens "
-            "or --for-serving, or a checkpoint; export the model again"
+            "--json-schema, --regex, --choice and --grammar need a package that was exported with --grammars, "
+            "--allowed-tokens or --for-serving, or a checkpoint; export the model again"
         )
 
 

@@ -37,6 +37,7 @@ _EXTRA_OF_MODULE: Final = {
         ("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"), "serve"
     ),
     "llguidance": "guided",
+    "outlines_core": "guided",
     "matplotlib": "plot",
     "ray": "ray",
 }

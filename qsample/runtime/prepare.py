@@ -511,7 +511,7 @@ def _check_room(
             f"{grammar.shortest}, its stop token included; allow at least {grammar.shortest}",
             "max_new_tokens",
         )
-    if int(parameters["min_length"]) > prompt_length:
+    if grammar.shortest and int(parameters["min_length"]) > prompt_length:
         raise ArgumentError(
             "min_new_tokens or min_length is given with a grammar, which says itself where an answer "
             "may end; leave it out",

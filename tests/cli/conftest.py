@@ -9,6 +9,12 @@ import pytest
 
 
 @pytest.fixture(scope="session")
+def forms_package(exported: Callable[..., Path]) -> Path:
+    """A package whose answers follow forms, by tables and by masks."""
+    return exported("llama", grammars=True, allowed_tokens=True)
+
+
+@pytest.fixture(scope="session")
 def everything(exported: Callable[..., Path]) -> Path:
     """A package with every feature."""
     shown = {"logprobs": True, "top_logprobs": 3, "return_pdfs": True}

@@ -14,7 +14,6 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from qsample.errors import install_hint
 from qsample.request.sampling_params import FILTER_FIELDS, OFF_VALUES
 from qsample.runtime import load
 from tests.helpers.command_line import qsample
@@ -371,21 +370,6 @@ def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
     for given in (json.dumps(schema), tmp_path / "schema.json"):
         status, out, err = run("generate", package, "-p", "x", "--json-schema", given, *FORMED)
         assert (status, type(json.loads(out.removeprefix("x"))["a"])) == (0, bool), err
-
-
-@pytest.mark.parametrize(
-    "form", [("--json-schema", "{}"), ("--regex", "a"), ("--grammar", 'root ::= "a"')]
-)
-def test_a_form_without_the_grammar_library_names_its_extra(
-    run: Any, monkeypatch: pytest.MonkeyPatch, form: tuple[str, str]
-) -> None:
-    """Before a model is looked for; the libraries of the server are not needed."""
-    for library in ("llguidance", "fastapi"):
-        monkeypatch.setitem(sys.modules, library, None)
-    status, out, err = run("generate", "./nowhere", "-p", "x", *form)
-    assert (status, out) == (1, "")
-    hint = install_hint("guided")
-    assert f"this needs llguidance, which is not installed: `{hint}`" in err
 
 
 def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def test_a_checkpoint_is_not_loaded_when_it_is_opened(
 def test_features_that_a_command_needs(tmp_path: Path) -> None:
     assert FeatureNeeds().added_to(Features()) == Features()
     assert FeatureNeeds(for_serving=True).added_to(Features()) == Features().for_serving()
-    assert FeatureNeeds(allowed_tokens=True).added_to(Features()) == Features(allowed_tokens=True)
+    forms = Features(grammars=True, allowed_tokens=True)
+    assert FeatureNeeds(has_form=True).added_to(Features()) == forms
     later = FeatureNeeds(max_loras=4).added_to(Features())
     assert (later.max_loras, later.max_lora_rank) == (4, DEFAULT_LORA_RANK)
     loras = {}

@@ -33,7 +33,10 @@ REFUSED: list[tuple[str, int, str]] = [
     ("generate package -p x --regex a --grammar b", 2, "--regex and --grammar were given; give one of them"),
     ("generate package -p x --json-schema missing.json", 2, "cannot read --json-schema missing.json"),
     ("generate package -p x --regex (", 2, "--regex: no answer can follow that form"),
-    ("generate package -p x --regex a", 1, "need a package that was exported with --allowed-tokens"),
+    (
+        "generate package -p x --regex a", 1,
+        "need a package that was exported with --grammars, --allowed-tokens or --for-serving",
+    ),
     ("generate package --prompt-file text --num-return-sequences 2", 2, "--num-return-sequences goes with --prompt"),
     ("export only-a-model", 2, "Missing argument 'OUT'; see qsample export --help"),
     ("export package out", 2, "package is a package already; `qsample compile` takes it from here"),

@@ -107,8 +107,10 @@ def served(
         ends={END},
         token_texts=Texts(),
         tool_format=TOOL_FORMATS["hermes"],
-        reasoning_reader=lambda prompt: (
-            None if reasoning is None else ReasoningReader(REASONING_FORMATS[reasoning], "")
+        reasoning_reader=lambda prompt, form: (
+            None
+            if reasoning is None or not form.may_have_thoughts
+            else ReasoningReader(REASONING_FORMATS[reasoning], "")
         ),
         tokenizer=SimpleNamespace(
             encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens

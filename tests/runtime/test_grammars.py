@@ -329,6 +329,27 @@ def test_guesses_change_no_token(
             assert output.timing.drafts.num_accepted_tokens > 10
 
 
+def test_fewest_tokens_after_limited_thoughts(
+    model: CausalLM, make: Callable[..., TokenGrammar]
+) -> None:
+    """Without a form, `min_new_tokens` is as ever: no stop token comes before."""
+    grammar = make(None, OPEN)
+    (stop,) = model.package.manifest.token_ids.eos
+    for seed in range(3):
+        output = model.generate(
+            "And",
+            seed=seed,
+            grammar=grammar,
+            thinking_token_budget=2,
+            logit_bias={stop: 100.0},
+            min_new_tokens=20,
+            max_new_tokens=40,
+        )
+        assert "</think>" in output.texts[0]
+        assert output.token_ids[0].index(stop) == 20
+        assert output.finish_reasons == ["stop"]
+
+
 def test_refusals(model: CausalLM, make: Callable[..., TokenGrammar], llama_package: Path) -> None:
     choice = make("(yes|no|perhaps)")
     with pytest.raises(ValueError, match=r"exported without grammars.*--grammars"):

@@ -87,6 +87,13 @@ ELSEWHERE: Final[Mapping[str, tuple[str, ...]]] = {
         "--input-file",
     ),
     "--chat-template": ("--chat-template-file",),
+    "--json-schema": (
+        "--json-schema-file",
+        "-j",
+        "-jf",
+    ),
+    "--grammar": ("--grammar-file",),
+    "--reasoning-parser": ("--reasoning-format",),
     "--raw": (
         "--ignore-chat-template",
         "--skip-chat-template",

@@ -319,6 +319,9 @@ class _Server:
             for _ in range(body.num_choices):
                 choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
         form = await model.answer_form(body)
+        if body.token_limit != 0:
+            for tokens in encoded:
+                model.check_shortest(form, tokens, params, body.token_limit_field)
         answers = Answers(model, body, self._metrics, choices, form)
         await answers.start(encoded, params, self._settings.request_timeout)
         return await _response(answers, body)
@@ -374,6 +377,7 @@ class _Server:
         form = await model.answer_form_of_chat(
             body, prompt, needs_budget=not isinstance(original, MessagesRequest)
         )
+        model.check_shortest(form, prompt, params, (original or body).token_limit_field)
         answers: Answers
         if isinstance(original, ResponsesRequest):
             answers = ResponseAnswers(model, original, self._metrics, params, prompt, form)

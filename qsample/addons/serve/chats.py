@@ -152,6 +152,19 @@ class Prediction(Body):
         return "".join(part.text for part in self.content)
 
 
+# The limit of thoughts, in vLLM's and llama.cpp's words.
+ThinkingBudget = Annotated[
+    Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] | None,
+    Field(
+        validation_alias=AliasChoices("thinking_token_budget", "thinking_budget_tokens"),
+        description=(
+            "The largest number of tokens of the thoughts; -1 is no limit. The server's default is "
+            "--reasoning-budget. llama.cpp's name is thinking_budget_tokens."
+        ),
+    ),
+]
+
+
 class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """`/v1/chat/completions`."""
 
@@ -185,14 +198,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             "(vLLM)."
         ),
     )
-    thinking_token_budget: Annotated[StrictInt, Field(ge=-1, le=MAX_TOKENS)] | None = Field(
-        default=None,
-        validation_alias=AliasChoices("thinking_token_budget", "thinking_budget_tokens"),
-        description=(
-            "The largest number of tokens of the thoughts; -1 is no limit. The server's default is "
-            "--reasoning-budget. llama.cpp's name is thinking_budget_tokens."
-        ),
-    )
+    thinking_token_budget: ThinkingBudget = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
         default=None, description='Only ["text"].'
     )
@@ -227,6 +233,10 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def token_limit(self) -> int | None:
         """The largest number of tokens of an answer, if the request limits it."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def token_limit_field(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def num_alternatives(self) -> int | None:

@@ -197,7 +197,7 @@ class ChatChoice(Choice):
     ) -> None:
         super().__init__(index, model, body, prompt)
         self._shows_thoughts = body.include_reasoning
-        self._reasoning_reader = model.reasoning_reader(prompt) if form.may_have_thoughts else None
+        self._reasoning_reader = model.reasoning_reader(prompt, form)
         self._tool_reader: ToolReader | DemandedCalls | None = None
         if body.demands_calls:
             self._tool_reader = DemandedCalls(body.demanded_function, body.tool_parameters)

@@ -37,10 +37,20 @@ class AnswerForm:
 
     @property
     def keeper(self) -> FormKeeper | None:
-        """Who keeps answers to the form; None for any text."""
+        """Who keeps answers to the form; None for any text, also after limited thoughts."""
         if self.prepared is None:
             return None
-        return "host" if self.prepared.tables is None else "graph"
+        if self.prepared.tables is None:
+            return "host"
+        return "graph" if self.shortest else None
+
+    @property
+    def shortest(self) -> int:
+        """The number of tokens of the shortest answer, the stop token included; 0 if a limit may
+        cut an answer off."""
+        if self.prepared is None or self.prepared.tables is None:
+            return 0
+        return self.prepared.tables.shortest
 
 
 ANY_TEXT: Final = AnswerForm()

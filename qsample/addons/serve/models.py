@@ -17,7 +17,13 @@ from typing import Any, Final
 from qsample.addons.serve.chats import ChatCompletionRequest
 from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError
-from qsample.addons.serve.parsers import ReasoningReader, find_reasoning_format, find_tool_format
+from qsample.addons.serve.parsers import (
+    ANY_BLANKS,
+    TWO_LINE_FEEDS,
+    ReasoningReader,
+    find_reasoning_format,
+    find_tool_format,
+)
 from qsample.addons.serve.requests import GenerationRequest
 from qsample.addons.serve.settings import ServeSettings
 from qsample.errors import DISTRIBUTION, QsampleError, shown
@@ -204,12 +210,14 @@ class ServedModel:
         """Whether there is a chat template for messages."""
         return bool(self._template)
 
-    def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+    def reasoning_reader(self, prompt: Sequence[int], form: AnswerForm) -> ReasoningReader | None:
         """The reader that splits the thoughts off an answer to a prompt; None if they stay in the
-        answer."""
-        if self._reasoning_format is None:
+        answer, or the answer has none."""
+        if self._reasoning_format is None or not form.may_have_thoughts:
             return None
-        return ReasoningReader(self._reasoning_format, self._end_of(prompt))
+        # Other blanks are a part of the form.
+        separator = ANY_BLANKS if form.keeper is None else TWO_LINE_FEEDS
+        return ReasoningReader(self._reasoning_format, self._end_of(prompt), separator)
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         """The text of the last tokens of a prompt, special tokens included."""
@@ -382,6 +390,36 @@ class ServedModel:
                 param="thinking_token_budget",
             )
         return None
+
+    def check_shortest(
+        self, form: AnswerForm, prompt: Sequence[int], params: SamplingParams, limit_field: str
+    ) -> None:
+        """Raise ApiError if no answer to a prompt that follows its form is short enough.
+
+        Args:
+            form: the form of the answer.
+            prompt: the token ids.
+            params: the sampling parameters of the answer.
+            limit_field: the field of the request that limits the tokens of the answer.
+        """
+        limit = params.max_new_tokens
+        if limit is not None and limit < form.shortest:
+            raise ApiError(
+                400,
+                f"{limit_field} is {limit}, and the shortest answer that follows the form has "
+                f"{form.shortest} tokens, its stop token included; give at least {form.shortest}",
+                param=limit_field,
+            )
+        room = self.max_model_len - form.shortest
+        if len(prompt) > room:
+            remedy = f"give at most {room}" if room >= 0 else "give a form of shorter answers"
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, this model's context {self.max_model_len}, "
+                f"and the shortest answer that follows the form {form.shortest}; {remedy}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def check_count(self, count: int) -> None:
         """Raise ApiError if `count` answers can never have places at once."""

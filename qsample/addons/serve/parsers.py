@@ -109,6 +109,12 @@ def find_reasoning_format(
     return reasoning_format
 
 
+# The blanks between thoughts and the text after them: of any text, and of a form, see
+# `automaton.with_thoughts`.
+ANY_BLANKS: Final = re.compile(r"\s*")
+TWO_LINE_FEEDS: Final = re.compile(r"\n{0,2}")
+
+
 class ReasoningReader:
     """Splits an answer that comes in pieces into thoughts and the text after them.
 
@@ -117,11 +123,17 @@ class ReasoningReader:
     all: a mark in the middle of an answer is text.
     """
 
-    def __init__(self, reasoning_format: ReasoningFormat, prompt: str) -> None:
+    def __init__(
+        self,
+        reasoning_format: ReasoningFormat,
+        prompt: str,
+        separator: re.Pattern[str] = ANY_BLANKS,
+    ) -> None:
         """
         Args:
             reasoning_format: the format of the model.
             prompt: the end of the prompt, see `ReasoningFormat.thoughts_after`.
+            separator: the blanks after thoughts that are no part of the text.
         """
         thoughts = reasoning_format.thoughts_after(prompt)
         self._format = reasoning_format
@@ -129,7 +141,9 @@ class ReasoningReader:
         self._prompt_begins_thoughts = thoughts is not None and thoughts.is_open
         self._text_before_answer = ""
         self._num_returned_characters = 0
-        self._drops_blanks = False
+        self._separator = separator
+        # The blanks after the thoughts so far, while more may come.
+        self._open_separator: str | None = None
 
     def put(self, text: str, is_last: bool = False) -> ThoughtsAndText:
         """The thoughts and the text of the answer that a piece makes certain.
@@ -139,10 +153,7 @@ class ReasoningReader:
             is_last: whether no text follows.
         """
         if self._is_past_thoughts:
-            if self._drops_blanks:
-                text = text.lstrip()
-                self._drops_blanks = not text
-            return ThoughtsAndText("", text)
+            return ThoughtsAndText("", self._without_separator(text))
         self._text_before_answer += text
         start = self._format.start
         end = self._format.end
@@ -161,9 +172,19 @@ class ReasoningReader:
         self._num_returned_characters = len(thoughts)
         if mark:
             self._is_past_thoughts = True
-            self._drops_blanks = True
+            self._open_separator = ""
             answer = self.put(answer).text
         return ThoughtsAndText(new_thoughts, answer)
+
+    def _without_separator(self, text: str) -> str:
+        """The next text after the thoughts, without the blanks at its beginning."""
+        if self._open_separator is None:
+            return text
+        both = self._open_separator + text
+        match = self._separator.match(both)
+        assert match is not None
+        self._open_separator = both if match.end() == len(both) else None
+        return both[match.end() :]
 
     def end(self) -> ThoughtsAndText:
         """The rest of the thoughts and of the text."""

@@ -61,6 +61,11 @@ CHAT: Final[Refusals] = {
 }
 COMPLETIONS: Final[Refusals] = {
     **_COMMON,
+    **refusals(
+        "thinking_token_budget thinking_budget_tokens",
+        "a completion continues a text, without thoughts; /v1/chat/completions takes it",
+        -1,
+    ),
     "prompt_embeds": Refusal("give texts or token ids", ([],)),
 }
 RESPONSES: Final[Refusals] = {
@@ -97,6 +102,7 @@ MESSAGES: Final[Refusals] = {
     "speed": Refusal(_LEAVE_OUT, ("standard",)),
     **refusals("n best_of", "send a request for each answer", 1),
     "stop": Refusal("give stop_sequences", ([],)),
+    **refusals("thinking_token_budget thinking_budget_tokens", "give thinking.budget_tokens", -1),
     "response_format": Refusal("give output_config.format", ({"type": "text"},)),
     **refusals("logprobs prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
 }

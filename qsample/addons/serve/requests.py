@@ -394,6 +394,11 @@ class GenerationRequest(FilterFields):
         return self.max_tokens
 
     @property
+    def token_limit_field(self) -> str:
+        """The field that limits the tokens of an answer."""
+        return "max_tokens"
+
+    @property
     def num_engine_requests(self) -> int:
         """The number of the engine's requests for each prompt."""
         answers = 0 if self.token_limit == 0 else self.num_choices

@@ -34,6 +34,7 @@ from qsample.addons.serve.chats import (
     Function,
     NamedFunction,
     NamedTool,
+    ThinkingBudget,
     Tool,
 )
 from qsample.addons.serve.choices import AnswerParts, ChatChoice, Event
@@ -289,6 +290,7 @@ class ResponsesRequest(GenerationRequest):
         default=None, description=TOP_LOGPROBS_DESCRIPTION
     )
     reasoning: Reasoning | None = Field(default=None, description="How the model thinks.")
+    thinking_token_budget: ThinkingBudget = None
     chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description=TEMPLATE_KWARGS_DESCRIPTION
@@ -307,6 +309,10 @@ class ResponsesRequest(GenerationRequest):
             raise ValueError("text.format is of type json_schema and has no schema; give schema")
         self.chat.checked()
         return self
+
+    @property
+    def token_limit_field(self) -> str:
+        return "max_output_tokens"
 
     @cached_property
     def chat(self) -> ChatCompletionRequest:
@@ -337,6 +343,7 @@ class ResponsesRequest(GenerationRequest):
             logprobs=_LOGPROBS_OPTION in (self.include or ()),
             top_logprobs=self.top_logprobs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            thinking_token_budget=self.thinking_token_budget,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
         )

@@ -42,6 +42,8 @@ from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.request.text.tokenizer import Tokenizer
 
 MAX_CACHED_FORMS: Final = 64
+# The tables of these forms together. The newest form is cached whatever its size.
+MAX_CACHED_TABLE_BYTES: Final = 128 << 20
 _NUM_COMPILING_THREADS: Final = 2
 MAX_COMPILE_SECONDS: Final = 10.0
 # The memory that a compilation may take in addition to the tokenizer's.
@@ -64,8 +66,12 @@ class Wish:
 
     @property
     def key(self) -> str:
-        """A text that is equal for equal wishes. The order of a schema's properties counts."""
-        return json.dumps([self.form, self.thoughts])
+        """A text that is equal for equal wishes. The order of a schema's properties counts. Raises
+        InvalidGrammarError for a form that is nested too deep."""
+        try:
+            return json.dumps([self.form, self.thoughts])
+        except RecursionError:
+            raise invalid_grammar("it is nested too deep; give a flatter one") from None
 
     @classmethod
     def of_key(cls, key: str) -> Wish:
@@ -88,6 +94,13 @@ class PreparedForm:
 
     tables: TokenGrammar | None
     masks: CompiledGrammar | None
+
+    @property
+    def table_bytes(self) -> int:
+        """The size of the tables; 0 without."""
+        if self.tables is None:
+            return 0
+        return self.tables.transitions.nbytes + self.tables.classes.nbytes
 
     def arguments(self, row: int = 0) -> dict[str, Any]:
         """The argument of `CausalLM.generate` or `Engine.add_request` for an answer. row: the row
@@ -160,12 +173,16 @@ class Trial:
             process.kill()
 
     def _answer(self, message: dict[str, str]) -> dict[str, str]:
-        """The answer of the process to a message; an error if the process ends."""
+        """The answer of the process to a message; an error if the process ends. Raises ArgumentError
+        for a tokenizer that it cannot use."""
         process = self._process
         if process is None:
             process = self._start()
             self._process = process  # From here on, `stop` ends it.
-            self._ask(process, self._tokenizer_arguments())
+            line = self._ask(process, self._tokenizer_arguments())
+            if line is not None and "error" in json.loads(line):
+                self.stop()
+                raise ArgumentError(json.loads(line)["error"])
         timer = threading.Timer(self._max_seconds, process.kill)
         timer.start()
         try:
@@ -249,7 +266,7 @@ class Grammars:
         compiling = self._compiling(key)
         self._num_waiting[key] += 1
         try:
-            return await asyncio.shield(compiling)  # Another request may wait for it.
+            prepared = await asyncio.shield(compiling)  # Another request may wait for it.
         except BaseException:
             self._give_up(key, compiling)
             raise
@@ -257,6 +274,20 @@ class Grammars:
             self._num_waiting[key] -= 1
             if not self._num_waiting[key]:
                 del self._num_waiting[key]
+        self._trim_cache()
+        return prepared
+
+    def _trim_cache(self) -> None:
+        """Forget the forms that were used longest ago, if there are too many, or too large ones.
+        Compilations go on, because a second one of the same form would only take more time."""
+        num_bytes = 0
+        for place, (key, compiling) in enumerate(reversed(list(self._cache.items()))):
+            if not compiling.done():
+                continue
+            if not compiling.cancelled() and compiling.exception() is None:
+                num_bytes += compiling.result().table_bytes
+            if place >= MAX_CACHED_FORMS or (place and num_bytes > MAX_CACHED_TABLE_BYTES):
+                del self._cache[key]
 
     def _compiling(self, key: str) -> asyncio.Future[PreparedForm]:
         """The compilation of a wish, from the cache or begun now."""
@@ -266,8 +297,7 @@ class Grammars:
             compiling = loop.run_in_executor(self._threads, self._prepare_within_limits, key)
             self._cache[key] = compiling
         self._cache.move_to_end(key)
-        while len(self._cache) > MAX_CACHED_FORMS:
-            self._cache.popitem(last=False)
+        self._trim_cache()
         return compiling
 
     def _give_up(self, key: str, compiling: asyncio.Future[PreparedForm]) -> None:
@@ -383,7 +413,7 @@ class Grammars:
 
 
 def _open_tokenizer(arguments: TokenizerArguments) -> Any:
-    """Llguidance's tokenizer of a model. Raises ArgumentError."""
+    """The tokenizer of a model in llguidance. Raises ArgumentError."""
     from llguidance import LLTokenizer
 
     try:
@@ -397,13 +427,17 @@ def _open_tokenizer(arguments: TokenizerArguments) -> Any:
 def _run_trials() -> None:
     """The process of a `Trial`. Each line of standard input is answered with a line of JSON.
 
-    The first line has the arguments of the tokenizer. Each other line has the key of a wish, under
-    "tables" or "masks".
+    The first line has the arguments of the tokenizer, and its answer may be an error. Each other
+    line has the key of a wish, under "tables" or "masks".
     """
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())
-    tokenizer = _open_tokenizer(arguments)
-    vocabulary = TokenVocabulary.of(arguments)
-    print("null", flush=True)
+    try:
+        tokenizer = _open_tokenizer(arguments)
+        vocabulary = TokenVocabulary.of(arguments)
+    except ArgumentError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    print("{}", flush=True)
     _limit_process()
     for line in sys.stdin:
         message: dict[str, str] = json.loads(line)
@@ -422,7 +456,7 @@ def _trial_answer(
         assert form is not None
         compile_grammar(grammar_of(form), tokenizer, vocabulary.size)
     except NotRegularError as error:
-        return {"not_regular": str(error)}
+        return {"not_regular": error.reason}
     except ArgumentError as error:
         # The parent process finds the errors of masks by itself.
         return {"error": str(error)} if "tables" in message else {}

@@ -1,8 +1,9 @@
-"""A server as a process, over the bundled model with every optional input and output."""
+"""A server as a process, over the bundled model with every optional input and output, or with some of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,41 @@ from qsample.runtime import CausalLM, load
 from tests.conftest import made_once
 from tests.helpers.servers import TOOL_TEMPLATE, ServerProcess
 
+SERVED = Features(logprobs=True, top_logprobs=5, logit_bias=True)
+
 
 @pytest.fixture(scope="session")
 def served_package(bundled_package: Path, shared_folder: Path) -> Path:
     """The bundled model without a chat template, with most features for serving."""
     from tests.helpers.tiny_models import with_features
 
-    features = Features(allowed_tokens=True, logprobs=True, top_logprobs=5, logit_bias=True)
+    features = replace(SERVED, grammars=True, allowed_tokens=True)
     return made_once(
         shared_folder / "tiny_lm-served-package",
+        lambda path: with_features(read_package(bundled_package), path, features),
+    )
+
+
+@pytest.fixture(scope="session")
+def masked_package(bundled_package: Path, shared_folder: Path) -> Path:
+    """The same without tables: the host keeps answers to their forms."""
+    from tests.helpers.tiny_models import with_features
+
+    features = replace(SERVED, allowed_tokens=True)
+    return made_once(
+        shared_folder / "tiny_lm-masked-package",
+        lambda path: with_features(read_package(bundled_package), path, features),
+    )
+
+
+@pytest.fixture(scope="session")
+def tables_package(bundled_package: Path, shared_folder: Path) -> Path:
+    """The same without masks: the graph keeps answers to their forms, which have to be regular."""
+    from tests.helpers.tiny_models import with_features
+
+    features = replace(SERVED, grammars=True)
+    return made_once(
+        shared_folder / "tiny_lm-tables-package",
         lambda path: with_features(read_package(bundled_package), path, features),
     )
 

@@ -10,14 +10,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qsample.addons.serve.answers import Answers, ForcedTokens
 from qsample.addons.serve.chats import ChatCompletionRequest
 from qsample.addons.serve.choices import ChatChoice, Choice, CompletionChoice
+from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError, EventStream, while_connected
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.contract.interface import Features
+from qsample.request.structured.grammars import PreparedForm
+from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime import RequestOutput, SamplingParams
 from qsample.runtime.request import Usage
 from qsample.runtime.sequence import DraftStats
@@ -31,25 +35,29 @@ class Play:
 
     def __init__(self, body: Any, *requests: Scripted | Exception) -> None:
         self.requests, self.model, self.followed = requests, served(*requests), list[Any]()
-        self.body = body
+        self.body, self.counted = body, list[Any]()
         self.metrics: Any = SimpleNamespace(
+            count_form=lambda *given: self.counted.append(given),
             follow=lambda *given: self.followed.append(("answer", *given)),
             follow_scoring=lambda *given: self.followed.append(("scoring", *given)),
         )
 
     async def start(
-        self, prompts: Sequence[list[int]], guide: Any = None, max_time: float | None = None
+        self,
+        prompts: Sequence[list[int]],
+        form: AnswerForm = ANY_TEXT,
+        max_time: float | None = None,
     ) -> Answers:
         choices: list[Choice] = []
         for prompt in prompts:
             for index in range(len(choices), len(choices) + self.body.num_choices):
                 if isinstance(self.body, ChatCompletionRequest):
-                    choices.append(ChatChoice(index, self.model, self.body, prompt))
+                    choices.append(ChatChoice(index, self.model, self.body, prompt, form))
                 else:
                     echo = "x" if self.body.echo else None
                     choices.append(CompletionChoice(index, self.model, self.body, prompt, echo))
-        answers = Answers(self.model, self.body, self.metrics, choices)
-        await answers.start(prompts, PARAMS, guide, max_time)
+        answers = Answers(self.model, self.body, self.metrics, choices, form)
+        await answers.start(prompts, PARAMS, max_time)
         return answers
 
     def whole(self, *prompts: list[int]) -> dict[str, Any]:
@@ -118,15 +126,11 @@ def test_what_the_engine_is_given() -> None:
     body = completion(n=2, stop=["x"], priority=-3, echo=True, logprobs=0)
     scoring = Scripted(output=ended(6))
     play = Play(body, scoring, *map(answer, "abcd"))
-    made: list[object] = []
-
-    async def guide() -> Any:
-        made.append(object())
-        return made[-1]
-
-    asyncio.run(play.start([[5, 6], [7]], guide, 30.0))
+    masks: Any = object()
+    form = AnswerForm(PreparedForm(tables=None, masks=masks), may_have_thoughts=False)
+    asyncio.run(play.start([[5, 6], [7]], form, 30.0))
     assert play.model.places == [5]
-    assert len(made) == 4
+    assert play.counted == [("tiny", "host", 4)]
     requests: Any = play.requests
     options = {"priority": -3, "max_time": 30.0}
     (prompt, params), own = scoring.arguments, dict(scoring.options)
@@ -140,14 +144,44 @@ def test_what_the_engine_is_given() -> None:
     )
     options |= {"outputs": ["logprobs"], "stop_strings": ["x"]}
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
-    for request, row, seed, form in zip(
-        requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), made, strict=True
+    guides = []
+    for request, row, seed in zip(
+        requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), strict=True
     ):
+        own = dict(request.options)
+        guides.append(own.pop("allowed_tokens"))
         assert request.arguments == (row, PARAMS)
-        assert request.options == {"seed": seed, "allowed_tokens": form, **options}
+        assert own == {"seed": seed, **options}
+    assert len({*map(id, guides)}) == 4
+    assert all(guide._compiled is masks for guide in guides)
     assert play.followed == [
         *(("answer", "tiny", request) for request in requests[1:]), ("scoring", "tiny", scoring),
     ]  # fmt: skip
+
+
+def tables(shortest: int) -> TokenGrammar:
+    """Tables of a form whose shortest answer has so many tokens, or of thoughts alone."""
+    rows = np.array([0, shortest], np.int32)
+    return TokenGrammar(rows, rows[:, None], rows, rows, rows)
+
+
+@pytest.mark.parametrize(("shortest", "keeper"), [(3, "graph"), (0, None)])
+def test_tables_of_the_graph(shortest: int, keeper: str | None) -> None:
+    """A budget of thoughts alone is no form."""
+    play = Play(completion(n=2), answer("a"), answer("b"))
+    grammar = tables(shortest)
+    form = AnswerForm(PreparedForm(tables=grammar, masks=None), thinking_token_budget=7)
+
+    async def run() -> dict[str, Any]:
+        return await (await play.start([[5]], form)).whole()
+
+    details = asyncio.run(run())["usage"].get("completion_tokens_details")
+    assert details == (None if keeper is None else {"structured_outputs": keeper})
+    assert play.counted == [("tiny", keeper, 2)]
+    for request in play.requests:
+        assert isinstance(request, Scripted)
+        assert request.options["grammar"] is grammar
+        assert request.options["thinking_token_budget"] == 7
 
 
 def test_guesses_that_were_right_and_wrong_are_counted() -> None:

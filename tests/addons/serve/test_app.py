@@ -249,6 +249,7 @@ def test_what_fails_stands_in_the_log(
 def test_thoughts_have_a_field(
     client: TestClient,
     local_app: LocalApp,
+    masked_package: Path,
     served_model: CausalLM,
     monkeypatch: pytest.MonkeyPatch,
     shown: bool,
@@ -269,6 +270,8 @@ def test_thoughts_have_a_field(
         streamed = events(
             thinking.post(CHAT, json={**body, "include_reasoning": shown, "stream": True}).text
         )
+    masks = {"tiny": str(masked_package)}
+    with local_app(reasoning_parser="deepseek_r1", models=masks) as thinking:
         held = thinking.post(
             CHAT, json={**body, "ignore_eos": False, "guided_choice": ["yes"]}
         ).json()
@@ -283,7 +286,7 @@ def test_thoughts_have_a_field(
     deltas = [event["choices"][0]["delta"] for event in streamed]
     for name in ("content", "reasoning", "reasoning_content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
-    # What has to follow a form is the form from its first token on.
+    # What follows a form by masks is the form from its first token on; test_thoughts.py has tables.
     assert held["choices"][0]["message"]["content"] == "yes"
     assert "reasoning" not in held["choices"][0]["message"]
 

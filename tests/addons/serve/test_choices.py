@@ -16,6 +16,7 @@ from qsample.addons.serve.choices import (
     PromptScores,
     joined_events,
 )
+from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.runtime import Delta
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
@@ -25,9 +26,9 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
-def chat(*, thinks: bool = False, **fields: Any) -> ChatChoice:
+def chat(*, thinks: bool = False, form: AnswerForm = ANY_TEXT, **fields: Any) -> ChatChoice:
     body = ChatCompletionRequest.model_validate({"messages": [{}], **fields})
-    return ChatChoice(3, served(reasoning="qwen3" if thinks else None), body, [5, 6])
+    return ChatChoice(3, served(reasoning="qwen3" if thinks else None), body, [5, 6], form)
 
 
 def completion(echo: str | None = None, **fields: Any) -> CompletionChoice:
@@ -186,9 +187,9 @@ def test_thoughts(shown: bool) -> None:
     cut = thinking()
     cut.piece(delta(2, text="<think>hm <"))
     assert [part["delta"] for part in cut.end(ended(2))] == [*filter(None, [thought(" <")]), {}]
-    # The text of a form and the rest of a message contain none.
-    for fields in ({"guided_regex": "a"}, {"continue_final_message": True}):
-        assert thinking(**fields).whole(ended(2, text="<think>"))["message"]["content"] == "<think>"
+    # The text of a form by masks and the rest of a message contain none.
+    without = thinking(form=AnswerForm(may_have_thoughts=False))
+    assert without.whole(ended(2, text="<think>"))["message"]["content"] == "<think>"
 
 
 def test_impossible_tokens_have_the_least_number_of_openai() -> None:

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 
+from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
 from qsample.addons.serve.settings import ServeSettings
@@ -22,6 +23,8 @@ from qsample.request.grammar import Form
 from qsample.request.text.chat import ChatOptions
 from qsample.request.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_package
+
+FORMS = Features(grammars=True, allowed_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -98,28 +101,28 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
 
 
 @pytest.mark.parametrize(
-    ("allowed", "tokenizer", "ends", "message"),
+    ("features", "tokenizer", "ends", "message"),
     [
         (
-            False,
+            Features(),
             object(),
             (1,),
-            "exported without allowed_tokens, which an answer .* needs; export it with --for",
+            "exported without grammars, which an answer .* needs; export it with --for",
         ),
-        (True, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
-        (True, object(), (), "has no stop token, with which an answer that follows a schema ends"),
+        (FORMS, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
+        (FORMS, object(), (), "has no stop token, with which an answer that follows a schema ends"),
     ],
 )
 def test_what_a_form_needs(
-    allowed: bool, tokenizer: object, ends: tuple[int, ...], message: str
+    features: Features, tokenizer: object, ends: tuple[int, ...], message: str
 ) -> None:
     manifest = SimpleNamespace(token_ids=SimpleNamespace(eos=ends))
     loaded = SimpleNamespace(tokenizer=tokenizer, package=SimpleNamespace(manifest=manifest))
-    interface = SimpleNamespace(features=Features(allowed_tokens=allowed))
+    interface = SimpleNamespace(features=features)
     model: Any = SimpleNamespace(model=loaded, interface=interface)
-    assert ServedModel.guides(model, None) is None
+    ServedModel.check_form(model, None)
     with pytest.raises(ApiError, match=message) as raised:
-        ServedModel.guides(model, Form("regex", "a"))
+        ServedModel.check_form(model, Form("regex", "a"))
     assert raised.value.status == 400
 
 
@@ -144,4 +147,5 @@ def test_the_text_and_bytes_of_each_token() -> None:
 @pytest.mark.parametrize("reasoning_parser", [None, "deepseek_r1"])
 def test_thoughts_are_split_off_if_asked_for(package: Path, reasoning_parser: str | None) -> None:
     with served(package, reasoning_parser=reasoning_parser) as model:
-        assert (model.reasoning_reader([5]) is None) == (reasoning_parser is None)
+        assert (model.reasoning_reader([5], ANY_TEXT) is None) == (reasoning_parser is None)
+        assert model.reasoning_reader([5], AnswerForm(may_have_thoughts=False)) is None

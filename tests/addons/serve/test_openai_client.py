@@ -271,12 +271,22 @@ def test_demanded_tools_are_called(client: openai.OpenAI, choice: Any) -> None:
     assert 3 <= len(json.loads(arguments)["city"]) <= 8
     assert 1 <= json.loads(arguments)["days"] <= 7
     assert reason == ("tool_calls" if choice == "required" else "stop")
-    # An answer that is cut off has what there is of a call, and never its JSON as a text.
-    for limit, count in ((8, 0), (40, 1)) if choice == "required" else ((1, 1), (8, 1)):
-        for stream in (False, True):
-            text, calls, reason = answered(client, stream, max_tokens=limit, **options)
-            assert (text, len(calls), reason) == (None, count, "length")
-            assert all(cut == name and arguments.startswith(begun) for cut, begun in calls)
+    with pytest.raises(openai.BadRequestError, match="give at least") as wrong:
+        answered(client, False, max_tokens=1, **options)
+    assert wrong.value.param == "max_tokens"
+    shortest = int(re.findall(r"\d+", wrong.value.message)[-1])
+    for stream in (False, True):
+        text, ((name, arguments),), reason = answered(
+            client, stream, max_tokens=shortest, **options
+        )
+        assert (text, name, json.loads(arguments)["days"] in range(1, 8)) == (None, name, True)
+        assert reason == ("tool_calls" if choice == "required" else "stop")
+    # An answer that a stop string cuts off has what there is of a call, and never its JSON as a text.
+    for stream in (False, True):
+        text, calls, _ = answered(client, stream, max_tokens=200, stop=['", "days'], **options)
+        assert text is None
+        assert [cut for cut, _ in calls] == ["get_weather"]
+        assert whole[1][0][1].startswith(calls[0][1])
 
 
 def test_tools_are_found_in_the_text(client: openai.OpenAI) -> None:

@@ -65,6 +65,8 @@ REFUSED: dict[str, list[Row]] = {
         ({f"k{n}": 0 for n in range(257)}, None, "an object has 259 fields; give at most 256"),
         ({"typical_p": 0.9}, "typical_p", "export the model again with filters=['typical_p'] (--filter)"),
         ({"skip_special_tokens": 1}, "skip_special_tokens", "skip_special_tokens is not done here; return_token_ids"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "is not done here; a completion continues a text"),
+        ({"thinking_budget_tokens": 0}, "thinking_budget_tokens", "/v1/chat/completions takes it"),
         ({"prompt_embeds": "x"}, "prompt_embeds", "prompt_embeds is not done here; give texts or token ids"),
     ],
     "both": [
@@ -131,7 +133,8 @@ REFUSED: dict[str, list[Row]] = {
         ({"echo": True}, "echo", "yourself"),
         ({"length_penalty": True}, "length_penalty", "beams"),
         ({"add_special_tokens": True}, "add_special_tokens", "chat template"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "max_tokens"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "start it with --reasoning-parser, or leave"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "greater than or equal to -1"),
     ],
     "items": [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),

@@ -374,7 +374,7 @@ def test_filters_of_a_real_graph(exported: Callable[..., Path]) -> None:
     [
         ({"logit_bias": {"5": 1}}, "--logit-bias"),
         ({"logprobs": 1}, "--logprobs"),
-        ({"response_format": {"type": "json_object"}}, "--allowed-tokens"),
+        ({"response_format": {"type": "json_object"}}, "--grammars"),
     ],
 )
 def test_what_an_export_left_out_is_named_as_one_types_it(

@@ -16,6 +16,7 @@ from openai.types.responses import ResponseFunctionToolCall, response_create_par
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
+from qsample.addons.serve.forms import ANY_TEXT
 from qsample.addons.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.request.grammar import Form
 from qsample.request.text.chat import ChatOptions
@@ -240,7 +241,7 @@ def test_thoughts_text_and_calls_are_items(size: int) -> None:
     body = ResponsesRequest.model_validate(
         {"input": "x", "tools": [{"type": "function", "name": "f"}]}
     )
-    choice = ResponseChoice(served(reasoning="qwen3"), body, [5], {})
+    choice = ResponseChoice(served(reasoning="qwen3"), body, [5], ANY_TEXT, {})
     pieces = [
         choice.piece(delta(2, text=text[start : start + size]))
         for start in range(0, len(text), size)
@@ -380,10 +381,10 @@ def played(reason: str, text: str, **fields: Any) -> tuple[dict[str, Any], list[
             {"input": "x", "request_id": "r", "stream": stream, **fields}
         )
         body.chat.include_reasoning = body.user is None
-        metrics: Any = SimpleNamespace(follow=lambda *given: None)
+        metrics: Any = SimpleNamespace(follow=lambda *given: None, count_form=lambda *given: None)
         model = served(script, reasoning=None if body.tools else "qwen3")
-        answers = ResponseAnswers(model, body, metrics, SamplingParams(), [5] * 10)
-        await answers.start([[5] * 10], SamplingParams(), None, None)
+        answers = ResponseAnswers(model, body, metrics, SamplingParams(), [5] * 10, ANY_TEXT)
+        await answers.start([[5] * 10], SamplingParams(), None)
         if not stream:
             return await answers.whole()
         return [json.loads(event.split(b"data: ")[1]) async for event in answers.events() if event]
