@@ -46,9 +46,14 @@ _LARGEST_EXPONENT = 1e4
 
 def adjusted_logits(call: Call) -> Tensor:
     """The logits that filters and the argmax see: [B, V] float32."""
-    logits = _masked(call, call["logits"])
+    logits = call["logits"]
+    if call.features.allowed_tokens:
+        logits = _masked(call, logits)
     if call.features.logit_bias:
         logits = _add_bias(logits, call["logit_bias_ids"], call["logit_bias"], call.vocab)
+    if call.features.grammars:
+        # After the biases, which change no mask: a stop token gets back the logit that it has here.
+        logits = grammar.masked(call, logits)
     past = None
     if call.uses("bad_words_ids", "no_repeat_ngram_size", "dry"):
         tokens = call.row_tokens()
@@ -61,64 +66,14 @@ def adjusted_logits(call: Call) -> Tensor:
 
 
 def _masked(call: Call, logits: Tensor) -> Tensor:
-    """The logits, -inf for the tokens that a mask or a grammar forbids: [B, V] float32.
-
-    With control flow, only the rows that have a mask or a grammar are touched.
-    """
-    features = call.features
-    if not (features.allowed_tokens or features.grammars):
-        return logits
-    has_mask = _has_mask(call) if features.allowed_tokens else None
-    has_grammar = call["grammar_state"] > 0 if features.grammars else None
-    if call.captured:
-        return logits + _sum_of_masks(call, has_mask, has_grammar, None)
-    is_masked = has_mask if has_grammar is None else has_grammar
-    if has_mask is not None and has_grammar is not None:
-        is_masked = has_mask | has_grammar
-    assert is_masked is not None
-
-    def masked_rows() -> tuple[Tensor, Tensor]:
-        rows = op("NonZero", is_masked).squeeze(0)
-        return rows.unsqueeze(), _sum_of_masks(call, has_mask, has_grammar, rows)
-
-    def no_rows() -> tuple[Tensor, Tensor]:
-        rows = constant(np.zeros((0, 1), np.int64))
-        return rows, constant(np.zeros((0, call.vocab), np.float32))
-
-    rows, masks = branch(is_masked.any(), masked_rows, no_rows)
-    # ONNX Runtime does it in place if it owns the buffer of the logits.
-    return op("ScatterND", logits, rows, masks, reduction="add")
-
-
-def _sum_of_masks(
-    call: Call, has_mask: Tensor | None, has_grammar: Tensor | None, rows: Tensor | None
-) -> Tensor:
-    """The masks of `allowed_tokens` and of grammars together: [n, V] float32.
-
-    Args:
-        call: the inputs of the call.
-        has_mask: [B] bool, the rows with a mask that forbids something; None without the feature.
-        has_grammar: [B] bool, the rows with a grammar; None without the feature.
-        rows: [n] int64, the rows of the call that get a mask; None for all.
-    """
-    masks: list[Tensor] = []
-    if has_mask is not None:
-        words = call["allowed_tokens"] if rows is None else call["allowed_tokens"].rows(rows)
-        masks.append(
-            call.branch(
-                has_mask,
-                lambda: _mask_of_bits(words, call.vocab, narrow=call.for_webgpu),
-                _no_mask,
-            )
-        )
-    if has_grammar is not None:
-        masks.append(call.branch(has_grammar, lambda: grammar.mask(call, rows), _no_mask))
-    return masks[0] if len(masks) == 1 else masks[0] + masks[1]
-
-
-def _no_mask() -> Tensor:
-    """A placeholder for a mask that allows every token."""
-    return constant(np.zeros((1, 1), np.float32))
+    """The logits, -inf for the tokens that `allowed_tokens` forbids: [B, V] float32."""
+    words = call["allowed_tokens"]
+    mask = call.branch(
+        _has_mask(call),
+        lambda: _mask_of_bits(words, call.vocab, narrow=call.for_webgpu),
+        lambda: constant(np.zeros((1, 1), np.float32)),
+    )
+    return logits + mask
 
 
 def _has_mask(call: Call) -> Tensor:

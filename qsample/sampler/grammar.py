@@ -11,6 +11,7 @@ only if the answer can be completed after it, within the limit of the row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from qsample.sampler.tensor import (
     INT32,
     INT64,
     Tensor,
+    TensorRecord,
     constant,
     loop,
     maximum,
@@ -95,47 +97,63 @@ def grammar_state(call: Call, token: Tensor, emitted: Tensor) -> Tensor:
     return call.branch(before > 0, advanced, lambda: before)
 
 
-def mask(call: Call, rows: Tensor | None = None) -> Tensor:
-    """0 for the tokens that a grammar allows and -inf for others: [B, V] float32.
+def masked(call: Call, logits: Tensor) -> Tensor:
+    """The logits, -inf for the tokens that the grammar of a row does not allow: [B, V] float32."""
+    change = call.branch(
+        call[GRAMMAR_STATE.name] > 0, lambda: _change(call, logits), lambda: _no_change()
+    )
+    # ONNX Runtime does both in place if it owns the buffer of the logits.
+    return (logits + change.mask).scatter(change.stop_ids, change.stop_logits)
 
-    Args:
-        call: the inputs of the call.
-        rows: [B] int64, the rows of the call that the mask is for; None for all.
+
+@dataclass(frozen=True)
+class _Change(TensorRecord):
+    """What grammars change in the logits.
+
+    Attributes:
+        mask: [B, V] float32, 0 for the tokens that a grammar allows and -inf for others, added to
+            the logits; [1, 1] without grammars.
+        stop_ids: [B, E] int64, the stop tokens of each row, some of them repeated; [0, 1] without
+            grammars.
+        stop_logits: float32, their logits, in the same shape.
     """
 
-    def of_rows(values: Tensor) -> Tensor:
-        return values if rows is None else values.rows(rows)
+    mask: Tensor
+    stop_ids: Tensor
+    stop_logits: Tensor
 
-    state = of_rows(current_state(call.inputs, call.total))
+
+def _no_change() -> _Change:
+    """Nothing to change, because no row has a grammar."""
+    return _Change(
+        mask=constant(np.zeros((1, 1), np.float32)),
+        stop_ids=constant(np.zeros((0, 1), np.int64)),
+        stop_logits=constant(np.zeros((0, 1), np.float32)),
+    )
+
+
+def _change(call: Call, logits: Tensor) -> _Change:
+    """What grammars change in `logits`, [B, V] float32."""
+    state = current_state(call.inputs, call.total)
     following = call[GRAMMAR_TRANSITIONS.name].rows(state)
     distances = call[GRAMMAR_DISTANCES.name]
     limit = minimum(call["max_length"], call.capacity32)
-    left = of_rows(maximum(limit - call.total, 1)).unsqueeze()
+    left = maximum(limit - call.total, 1).unsqueeze()
     distance_after = op("Gather", distances, maximum(following, 0))
     is_allowed = (following >= 0) & (distance_after < left)
     by_class = where(is_allowed, constant(np.array(0, np.float32)), -np.inf)
     class_map = call[GRAMMAR_MAPS.name].rows(state)
-    by_token = by_class.gather(call[GRAMMAR_CLASSES.name].rows(class_map))
+    mask = by_class.gather(call[GRAMMAR_CLASSES.name].rows(class_map))
 
-    distance = distances.rows(state)
-    may_end = ((distance >= 0) & (distance <= _MAX_FINAL_DISTANCE)).unsqueeze()
-    return _with_stops(by_token, of_rows(call["stop_ids"]), may_end)
-
-
-def _with_stops(by_token: Tensor, stop_ids: Tensor, may_end: Tensor) -> Tensor:
-    """The mask in which stop tokens are allowed exactly where an answer may end.
-
-    Args:
-        by_token: [B, V] float32, the mask of other tokens.
-        stop_ids: [B, E] int32, padded with -1.
-        may_end: [B, 1] bool.
-    """
-    # Padding repeats a stop token of the row; without any, it writes back the mask of token 0.
+    # Padding repeats a stop token of the row. A row without any gets back the logit of token 0.
+    stop_ids = call["stop_ids"]
     largest = stop_ids.max()
     ids = where(stop_ids < 0, maximum(largest, 0), stop_ids).to(INT64)
-    by_stop = where(may_end, constant(np.array(0, np.float32)), -np.inf)
-    values = where(largest >= 0, by_stop, by_token.columns(0, 1))
-    return by_token.scatter(ids, op("Expand", values, op("Shape", ids)))
+    distance = distances.rows(state)
+    may_end = ((distance >= 0) & (distance <= _MAX_FINAL_DISTANCE)).unsqueeze()
+    stop_mask = where(may_end, constant(np.array(0, np.float32)), -np.inf)
+    stop_mask = where(largest >= 0, stop_mask, mask.columns(0, 1))
+    return _Change(mask, ids, logits.gather(ids) + stop_mask)
 
 
 def states_along(inputs: Mapping[str, Tensor], guesses: Tensor) -> Tensor:
