@@ -34,7 +34,7 @@ from qsample.request.sampling_params import (
     OFF_VALUES,
     SamplingParams,
 )
-from qsample.request.structured.tables import TokenGrammar
+from qsample.request.structured.tables import MAX_TABLE_BYTES, TokenGrammar
 from qsample.request.text.generated_text import (
     PROMPT_CONTEXT_TOKENS,
     GeneratedText,
@@ -478,6 +478,11 @@ def _check_grammar(grammar: Any, interface: Interface) -> None:
         raise ValueError(
             "a grammar is given, and the package was exported without grammars; export the model "
             "again with grammars=True (--grammars, or --for-serving)"
+        )
+    if grammar.transitions.nbytes > MAX_TABLE_BYTES:
+        raise ValueError(
+            f"the grammar has a table of {grammar.transitions.nbytes} bytes, and may have "
+            f"{MAX_TABLE_BYTES}; give a smaller one"
         )
     vocab_size = len(grammar.classes)
     if vocab_size != interface.vocab_size:

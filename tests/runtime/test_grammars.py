@@ -19,6 +19,8 @@ from qsample.request.structured.automaton import Thoughts, automaton_of, with_th
 from qsample.request.structured.tables import TokenGrammar, token_grammar
 from qsample.request.structured.vocabulary import TokenVocabulary
 from qsample.runtime import CausalLM, Engine, SamplingParams, Step, load
+from qsample.runtime.decode import grammar_rows
+from qsample.runtime.decode.grammar_rows import GrammarRows
 from qsample.runtime.decode.slots import Slots, Snapshot
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.reference_grammar import forbidden, next_state
@@ -181,6 +183,35 @@ def test_in_an_engine(
         for row, request in requests:
             output = request.result(60)
             assert (output.token_ids, output.finish_reason) == wanted[row]
+
+
+def test_requests_wait_for_room_in_the_tables(
+    model: CausalLM,
+    grammars: list[TokenGrammar | None],
+    wanted: list[tuple[list[int], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tables hold a single grammar: others wait for its answers, those of any text do not."""
+    largest = max(grammar.transitions.nbytes for grammar in grammars if grammar is not None)
+    monkeypatch.setattr(grammar_rows, "MAX_TRANSITIONS_BYTES", 4 * largest)
+    sizes: list[int] = []
+    plain_allocate = GrammarRows._allocate
+
+    def allocate(self: GrammarRows) -> None:
+        plain_allocate(self)
+        if "grammar_transitions" in self.inputs:
+            sizes.append(int(np.prod(self.inputs["grammar_transitions"].shape)) * 4)
+
+    monkeypatch.setattr(GrammarRows, "_allocate", allocate)
+    with Engine(model, slots=4) as engine:
+        requests = [
+            (row, engine.add_request(PROMPTS[row], RANDOM, seed=5 + row, grammar=grammars[row]))
+            for row in [0, 1, 2, 3, 1, 0, 3]
+        ]
+        for row, request in requests:
+            output = request.result(60)
+            assert (output.token_ids, output.finish_reason) == wanted[row]
+    assert max(sizes) <= 4 * largest
 
 
 def test_nothing_is_read_between_tokens(

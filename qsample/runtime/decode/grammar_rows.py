@@ -5,14 +5,16 @@ Row 0 of the tables is the state of rows without a grammar. Every other grammar 
 and a row of its own in `grammar_classes`. A grammar stays after its last answer, because the next
 request often has the same; it makes room when another one needs its place.
 
-A table grows to the next power of two if its grammars need more. Its memory is then another, so a
-captured graph has to be captured anew.
+The table of transitions is as wide as the grammar with most classes, so a few grammars of many states
+and one of many classes would fill the memory. Its size has a limit, and a request waits while its
+grammar would exceed that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -31,7 +33,11 @@ from qsample.contract.tensors import (
     TOKEN_CLASSES,
 )
 from qsample.ort.buffers import Buffer
-from qsample.request.structured.tables import FREE_ROW, START_ROW, TokenGrammar
+from qsample.request.structured.tables import FREE_ROW, MAX_TABLE_BYTES, START_ROW, TokenGrammar
+
+# The largest table of transitions. Any grammar fits alone, with both sizes rounded up.
+MAX_TRANSITIONS_BYTES: Final = 4 * MAX_TABLE_BYTES
+_STATE_BYTES: Final = 4
 
 
 @dataclass(slots=True)
@@ -61,9 +67,89 @@ def _num_own_states(grammar: TokenGrammar) -> int:
     return len(grammar.transitions) - START_ROW
 
 
+def _num_classes(grammar: TokenGrammar) -> int:
+    return int(grammar.transitions.shape[1])
+
+
+class GrammarLayout:
+    """The places of grammars, without their memory.
+
+    Attributes:
+        sizes: the size of each axis of the tables, a power of two.
+        places: the places by the keys of their grammars; the grammar used longest ago comes first.
+    """
+
+    def __init__(self) -> None:
+        self.sizes = dict.fromkeys(GRAMMAR_AXES, 1)
+        self.places: dict[str, _Place] = {}
+
+    def copy(self) -> GrammarLayout:
+        """The same layout, to try changes."""
+        other = GrammarLayout()
+        other.sizes = dict(self.sizes)
+        other.places = {key: replace(place) for key, place in self.places.items()}
+        return other
+
+    @property
+    def transitions_bytes(self) -> int:
+        """The size of the table of transitions."""
+        return self.sizes[GRAMMAR_STATES] * self.sizes[TOKEN_CLASSES] * _STATE_BYTES
+
+    def add(self, grammar: TokenGrammar) -> _Place:
+        """Give a grammar a place, if it has none, and count a further row that follows it. Grammars
+        that no row follows make room, and then the tables grow."""
+        place = self.places.pop(grammar.key, None)
+        if place is None:
+            unused = [key for key, other in self.places.items() if not other.users]
+            while unused and not self._fits(grammar):
+                del self.places[unused.pop(0)]
+            place = _Place(grammar, self._gap(grammar), self._free_map())
+            self._resize(place)
+        self.places[grammar.key] = place
+        place.users += 1
+        return place
+
+    def _fits(self, grammar: TokenGrammar) -> bool:
+        """Whether a grammar has a place in the tables of the present size."""
+        return (
+            _num_classes(grammar) <= self.sizes[TOKEN_CLASSES]
+            and len(self.places) < self.sizes[CLASS_MAPS]
+            and self._gap(grammar) + _num_own_states(grammar) <= self.sizes[GRAMMAR_STATES]
+        )
+
+    def _gap(self, grammar: TokenGrammar) -> int:
+        """The first of so many consecutive rows that no grammar has."""
+        start = START_ROW
+        for place in sorted(self.places.values(), key=lambda place: place.start):
+            if start + _num_own_states(grammar) <= place.start:
+                return start
+            start = place.stop
+        return start
+
+    def _free_map(self) -> int:
+        """The first row of `grammar_classes` that no grammar has."""
+        used = {place.class_map for place in self.places.values()}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _resize(self, new: _Place) -> None:
+        """Give the tables the sizes that all places need, a new one included. They shrink only if the
+        table of transitions would exceed its limit."""
+        places = [*self.places.values(), new]
+        needed = {
+            GRAMMAR_STATES: max(place.stop for place in places),
+            TOKEN_CLASSES: max(_num_classes(place.grammar) for place in places),
+            CLASS_MAPS: 1 + max(place.class_map for place in places),
+        }
+        rounded = {axis: 1 << (size - 1).bit_length() for axis, size in needed.items()}
+        before = self.sizes
+        self.sizes = {axis: max(size, before[axis]) for axis, size in rounded.items()}
+        if self.transitions_bytes > MAX_TRANSITIONS_BYTES:
+            self.sizes = rounded
+
+
 class GrammarRows:
-    """The memory of the grammars that the rows of a batch follow. No method may be called while a
-    graph runs."""
+    """The memory of the grammars that the rows of a batch follow. No method but `takes` may be called
+    while a graph runs."""
 
     def __init__(self, interface: Interface, rows: int, device: str) -> None:
         """Allocate the memory for no grammar; none for packages that take no grammars.
@@ -75,13 +161,11 @@ class GrammarRows:
         """
         self._device = device
         self._specs = {spec.name: spec for spec in interface.grammar_tables}
-        self._sizes = {**interface.sizes, **dict.fromkeys(GRAMMAR_AXES, 1)}
-        # By the grammar's key; the grammar used longest ago comes first.
-        self._places: dict[str, _Place] = {}
+        self._fixed_sizes = interface.sizes
+        self._layout = GrammarLayout()
         self._key_of_row: list[str | None] = [None] * rows
         self._buffers: dict[str, Buffer] = {}
-        for name in self._specs:
-            self._buffers[name] = Buffer.of(self._filled(name), device)
+        self._allocate()
 
     @property
     def inputs(self) -> Mapping[str, Buffer]:
@@ -91,108 +175,63 @@ class GrammarRows:
     @property
     def resident(self) -> int:
         """The number of grammars in the tables."""
-        return len(self._places)
+        return len(self._layout.places)
+
+    def takes(self, grammars: Sequence[TokenGrammar]) -> bool:
+        """Whether further rows may follow grammars, next to the grammars that rows follow now."""
+        layout = self._layout.copy()
+        for grammar in grammars:
+            layout.add(grammar)
+        return layout.transitions_bytes <= MAX_TRANSITIONS_BYTES
 
     def begin(self, row: int, grammar: TokenGrammar | None) -> bool:
-        """Let a row follow a grammar, or none. Returns whether a table has got other memory."""
+        """Let a row follow a grammar, or none. Returns whether the tables have got other memory."""
         self.end(row)
         if grammar is None:
             return False
-        place = self._places.pop(grammar.key, None)
-        is_resized = False
-        if place is None:
-            is_resized = self._make_room(grammar)
-            place = self._free_place(grammar)
-            self._write(place)
-        self._places[grammar.key] = place
-        place.users += 1
+        is_new = grammar.key not in self._layout.places
+        before = self._layout.sizes
+        place = self._layout.add(grammar)
         self._key_of_row[row] = grammar.key
-        return is_resized
+        if self._layout.sizes != before:
+            self._allocate()
+            return True
+        if is_new:
+            self._write(place)
+        return False
 
     def end(self, row: int) -> None:
         """Note that a row follows no grammar any more."""
         key = self._key_of_row[row]
         if key is not None:
-            self._places[key].users -= 1
+            self._layout.places[key].users -= 1
             self._key_of_row[row] = None
 
     def start_state(self, row: int) -> int:
         """The first state of a row."""
         key = self._key_of_row[row]
-        return FREE_ROW if key is None else self._places[key].start
+        return FREE_ROW if key is None else self._layout.places[key].start
 
     def swap_rows(self, one: int, other: int) -> None:
         """Let two rows follow each other's grammars."""
         keys = self._key_of_row
         keys[one], keys[other] = keys[other], keys[one]
 
-    def _make_room(self, grammar: TokenGrammar) -> bool:
-        """Remove grammars that no row follows, and enlarge the tables, until a grammar has a place.
-        Returns whether a table has got other memory."""
-        unused = [key for key, place in self._places.items() if not place.users]
-        while unused and not self._fits(grammar):
-            del self._places[unused.pop(0)]
-        if self._fits(grammar):
-            return False
-        states_end = max((place.stop for place in self._places.values()), default=START_ROW)
-        needed = {
-            GRAMMAR_STATES: states_end + _num_own_states(grammar),
-            TOKEN_CLASSES: grammar.transitions.shape[1],
-            CLASS_MAPS: len(self._places) + 1,
-        }
-        for axis, size in needed.items():
-            self._enlarge(axis, size)
-        return True
-
-    def _fits(self, grammar: TokenGrammar) -> bool:
-        """Whether a grammar has a place in the tables of the present size."""
-        return (
-            grammar.transitions.shape[1] <= self._sizes[TOKEN_CLASSES]
-            and len(self._places) < self._sizes[CLASS_MAPS]
-            and self._gap(_num_own_states(grammar)) is not None
-        )
-
-    def _gap(self, states: int) -> int | None:
-        """The first of so many consecutive rows that no grammar has; None if there are none."""
-        start = START_ROW
-        for place in sorted(self._places.values(), key=lambda place: place.start):
-            if start + states <= place.start:
-                return start
-            start = place.stop
-        return start if start + states <= self._sizes[GRAMMAR_STATES] else None
-
-    def _free_place(self, grammar: TokenGrammar) -> _Place:
-        """A place for a grammar that fits."""
-        start = self._gap(_num_own_states(grammar))
-        assert start is not None
-        used = {place.class_map for place in self._places.values()}
-        class_map = next(number for number in range(len(used) + 1) if number not in used)
-        return _Place(grammar, start, class_map)
-
-    def _enlarge(self, axis: str, size: int) -> None:
-        """Give the tables at least `size` entries along an axis. Their content stays."""
-        if size <= self._sizes[axis]:
-            return
-        self._sizes[axis] = 1 << (size - 1).bit_length()
+    def _allocate(self) -> None:
+        """Give the tables memory of the layout's sizes, with all its grammars."""
+        sizes = {**self._fixed_sizes, **self._layout.sizes}
         for name, spec in self._specs.items():
-            if axis in spec.axes:
-                old = self._buffers[name].read()
-                new = self._filled(name)
-                new[tuple(slice(length) for length in old.shape)] = old
-                self._buffers[name] = Buffer.of(new, self._device)
-
-    def _filled(self, name: str) -> Array:
-        """A table of the present size without a grammar."""
-        spec = self._specs[name]
-        table: Array = np.full(spec.shape(self._sizes), spec.off, spec.dtype)
-        return table
+            table = np.full(spec.shape(sizes), spec.off, spec.dtype)
+            self._buffers[name] = Buffer.of(table, self._device)
+        for place in self._layout.places.values():
+            self._write(place)
 
     def _write(self, place: _Place) -> None:
         """Write a grammar to its place."""
         grammar = place.grammar
         offset = place.start - START_ROW
         transitions = grammar.transitions[START_ROW:]
-        width = self._sizes[TOKEN_CLASSES] - transitions.shape[1]
+        width = self._layout.sizes[TOKEN_CLASSES] - transitions.shape[1]
         padded = np.pad(_moved(transitions, offset), ((0, 0), (0, width)), constant_values=-1)
         rows = slice(place.start, place.stop)
         values: dict[str, Array] = {

@@ -210,7 +210,7 @@ class DecodeLoop:
         """Run a job on the device, and deliver the tokens that were read."""
         self._stop_left_slots()
         stored_prefixes = None if self._stored is None else self._stored.held
-        for admission in self._scheduler.admit(stored_prefixes):
+        for admission in self._scheduler.admit(stored_prefixes, self._slots.grammars.takes):
             self._begin(admission)
         self._move_row()
         if not self._slots.prepared:

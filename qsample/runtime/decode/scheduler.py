@@ -22,6 +22,7 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.ort.rounding import RowCounts
 from qsample.ort.session import Sessions
+from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode.adapter_use import AdapterPlaces, Marks
 from qsample.runtime.decode.jobs import (
@@ -246,10 +247,18 @@ class Scheduler:
         insort(self._waiting, sequence, key=lambda waiting: waiting.request.priority)
 
     def admit(
-        self, stored_prefixes: Callable[[], abc.Sequence[PrefixFile]] | None = None
+        self,
+        stored_prefixes: Callable[[], abc.Sequence[PrefixFile]] | None = None,
+        takes_grammars: Callable[[abc.Sequence[TokenGrammar]], bool] | None = None,
     ) -> list[Admission]:
-        """Give free slots to the sequences that waited longest. stored_prefixes: returns the
-        beginnings of prompts that a slot can load; called only if a sequence can be admitted."""
+        """Give free slots to the sequences that waited longest.
+
+        Args:
+            stored_prefixes: returns the beginnings of prompts that a slot can load; called only if a
+                sequence can be admitted.
+            takes_grammars: says whether so many further rows may follow grammars at once. A sequence
+                waits until they may, and later sequences with grammars wait behind it.
+        """
         free = self._free_slots() if self._waiting else []
         if not free:
             return []
@@ -257,12 +266,22 @@ class Scheduler:
         admissions: list[Admission] = []
         passed: list[Sequence] = []
         claimed: dict[int, str] = {}
+        grammars: list[TokenGrammar] = []
+        takes_more = True
         while self._waiting and free and len(passed) < _MAX_PASSED_SEQUENCES:
             sequence = self._waiting.popleft()
+            grammar = sequence.request.grammar
+            if grammar is not None and takes_grammars is not None:
+                takes_more = takes_more and takes_grammars([*grammars, grammar])
+                if not takes_more:
+                    passed.append(sequence)
+                    continue
             taken = self._adapters.take(sequence.request.adapter, claimed)
             if taken is None:
                 passed.append(sequence)
                 continue
+            if grammar is not None:
+                grammars.append(grammar)
             sequence.placement.adapter_place = taken.place
             new_adapter = sequence.request.adapter if taken.is_new else None
             admissions.append(self._admit_to_slot(sequence, free, stored, new_adapter))

@@ -190,6 +190,7 @@ class Slots:
         step: the number of the newest step.
         saved: the places for copies of recurrent states.
         adapters: the memory of adapters.
+        grammars: the memory of grammars.
         process_logits: a function of some slots and their logits, [n, V], that returns the logits to
             sample from; None to sample from the model's logits. Only packages with their sampler on
             the host call it.
@@ -250,7 +251,7 @@ class Slots:
             interface, self._sizes, input_device, narrow=narrow, needed=device == "cpu"
         )
         self.adapters = AdapterRows(interface, rows, sessions.device)
-        self._grammars = GrammarRows(interface, rows, input_device)
+        self.grammars = GrammarRows(interface, rows, input_device)
         # The logits between the graphs of a package that has its sampler on the host.
         self._logits: dict[str, Buffer] = {}
         if sessions.sampler is not None:
@@ -352,10 +353,10 @@ class Slots:
                 self._state[spec.name].write_at(slot, noise)
             elif spec not in (LENGTHS, STATUS, TOKENS):
                 self._state[spec.name].clear_row(slot)
-        if self._grammars.begin(slot, grammar):
+        if self.grammars.begin(slot, grammar):
             self._bound.clear()
         if grammar is not None:
-            self._state[GRAMMAR_STATE.name].write_at(slot, self._grammars.start_state(slot))
+            self._state[GRAMMAR_STATE.name].write_at(slot, self.grammars.start_state(slot))
         if self._drafts is not None:
             self._drafts.clear(slot)
         self._write_history(slot, prompt[:reused])
@@ -427,7 +428,7 @@ class Slots:
             self._drafts.swap_rows(slot, target)
         self._parameters.swap_rows(slot, target)
         self.adapters.swap_rows(slot, target)
-        self._grammars.swap_rows(slot, target)
+        self.grammars.swap_rows(slot, target)
         self._images.swap_rows(slot, target)
 
     def tokens_in_states(self, slot: int) -> int:
@@ -570,7 +571,7 @@ class Slots:
         self.adapters.begin(slot, 0)
         if self._interface.features.grammars:
             self._state[GRAMMAR_STATE.name].write_at(slot, FREE_ROW)
-            self._grammars.end(slot)
+            self.grammars.end(slot)
 
     def _run(self, graphs: _Graphs, sampled: range | None, *, wait: bool = True) -> None:
         """Run graphs in order. sampled: the slots that get a token; their logits may be processed
@@ -601,7 +602,7 @@ class Slots:
         batch[EMIT.name] = self._emit[True]
         buffers = rows_of(batch, rows)
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
-        buffers |= self._grammars.inputs
+        buffers |= self.grammars.inputs
         buffers |= self.adapters.inputs(rows)
         buffers |= self._images.of_step(rows)
         return self._bind(buffers, captured=True)
@@ -621,7 +622,7 @@ class Slots:
         buffers[STATUS.name] = status
         if not emit:
             buffers[retained_name(STATUS.name)] = status
-        buffers |= self._grammars.inputs
+        buffers |= self.grammars.inputs
         buffers |= self.adapters.inputs(rows)
         return self._bind(buffers, captured=False)
 

@@ -7,6 +7,7 @@ import pytest
 
 from qsample.contract.interface import Features, Interface
 from qsample.request.structured.tables import TokenGrammar
+from qsample.runtime.decode import grammar_rows
 from qsample.runtime.decode.grammar_rows import GrammarRows
 
 VOCAB = 9
@@ -132,6 +133,31 @@ def test_a_followed_grammar_keeps_its_place() -> None:
     assert rows.begin(1, grammar(2, 60, 9))  # larger tables, in other memory
     check(rows, 0, grammar(1, 20, 5))
     check(rows, 1, grammar(2, 60, 9))
+
+
+def test_the_table_of_transitions_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars of many states beside one of many classes: it waits, and then the table shrinks along the other axis."""
+    monkeypatch.setattr(grammar_rows, "MAX_TRANSITIONS_BYTES", 4 * 256 * 16)
+    rows = GrammarRows(INTERFACE, 4, "cpu")
+    long = [grammar(seed, 100, 4) for seed in (1, 2)]
+    wide = grammar(3, 20, 100)
+    assert rows.takes(long)
+    assert not rows.takes([*long, wide])
+    for row, of in enumerate(long):
+        rows.begin(row, of)
+    assert not rows.takes([wide])
+    assert rows.takes([grammar(4, 20, 4)])
+    rows.end(0)
+    assert not rows.takes([wide])
+    rows.end(1)
+    assert rows.takes([wide])
+    assert rows.begin(2, wide)
+    assert rows.inputs["grammar_transitions"].shape == (32, 128)
+    check(rows, 2, wide)
+    assert not rows.takes([long[0]])
+    rows.end(2)
+    assert rows.begin(0, long[0])
+    check(rows, 0, long[0])
 
 
 def test_tables_without_drafts() -> None:
