@@ -242,8 +242,8 @@ def test_prompts_continue_from_tokens_that_were_moved_to_another_slot(
     moved: list[bool] = []
 
     class Watched(Scheduler):
-        def admit(self, held: Any = None) -> list[Admission]:
-            admitted = super().admit(held)
+        def admit(self, *given: Any) -> list[Admission]:
+            admitted = super().admit(*given)
             moved.extend(admission.moved is not None for admission in admitted)
             return admitted
 
