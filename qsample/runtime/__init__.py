@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qsample.errors import EngineClosedError, QueueFullError, RequestFailedError
     from qsample.request.sampling_params import SamplingParams
+    from qsample.request.structured.tables import TokenGrammar
     from qsample.request.text.generated_text import TextStreamer
     from qsample.runtime.call import Call
     from qsample.runtime.callbacks import AllowedTokensFn, Step
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllowedTokensFn", "Call", "CausalLM", "Delta", "Engine", "EngineClosedError", "EngineStats", "GenerateOutput",
     "QueueFullError", "Request", "RequestFailedError", "RequestOutput", "SamplingParams", "Step", "TextStreamer",
-    "load",
+    "TokenGrammar", "load",
 ]  # fmt: skip
 
 # Module → the public names that it defines.
@@ -38,6 +39,7 @@ _NAMES_OF_MODULES = {
     "qsample.runtime.output": ("GenerateOutput",),
     "qsample.runtime.request": ("Delta", "EngineStats", "Request", "RequestOutput"),
     "qsample.request.sampling_params": ("SamplingParams",),
+    "qsample.request.structured.tables": ("TokenGrammar",),
     "qsample.request.text.generated_text": ("TextStreamer",),
 }
 

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from qsample import AutoModelForCausalLM
+from qsample.compiler.compile import compile_package
+from qsample.compiler.options import CompileOptions
 from qsample.contract.interface import Features
+from qsample.models.bundled import TINY_LM
 from qsample.package.package import read_package
 from qsample.request.structured.automaton import Thoughts, automaton_of, with_thoughts
 from qsample.request.structured.tables import TokenGrammar, token_grammar
@@ -448,3 +451,47 @@ def test_a_package_and_a_model_make_grammars(
     ):
         with pytest.raises(ValueError, match=message):
             package.grammar(**wrong)
+
+
+def test_a_file_of_a_grammar(
+    model: CausalLM, make: Callable[..., TokenGrammar], tmp_path: Path
+) -> None:
+    """A host without the libraries of grammars loads it."""
+    from qsample import runtime
+
+    grammar = make("(yes|no|perhaps)")
+    grammar.save(str(tmp_path / "choice.safetensors"))
+    loaded = runtime.TokenGrammar.load(str(tmp_path / "choice.safetensors"))
+    assert loaded.key == grammar.key
+    assert answers(model.generate("And", RANDOM, seed=1, grammar=loaded)) == [
+        by_masks(model, "And", RANDOM, 1, grammar)
+    ]
+
+
+@pytest.mark.ci
+def test_parts_for_several_devices(
+    bundled_package: Path, grammars: list[TokenGrammar | None], tmp_path: Path
+) -> None:
+    """The last part has the sampler, and with it the tables."""
+    portable = tmp_path / "portable"
+    with_features(read_package(bundled_package), portable, Features(grammars=True))
+    options = CompileOptions(ctx_len=CONTEXT, num_devices=2)
+    compile_package(read_package(portable), tmp_path / "parts", options)
+    parts = load(tmp_path / "parts").generate(PROMPTS, RANDOM, seed=5, grammar=grammars)
+    whole = load(portable).generate(PROMPTS, RANDOM, seed=5, grammar=grammars)
+    assert answers(parts) == answers(whole)
+
+
+@pytest.mark.ci
+def test_a_sampler_on_the_host(
+    bundled_package: Path, grammars: list[TokenGrammar | None], tmp_path: Path
+) -> None:
+    """A package whose decoder returns logits."""
+    model = AutoModelForCausalLM.from_pretrained(
+        TINY_LM, include_sampler=False, grammars=True
+    ).export(tmp_path / "host")
+    portable = tmp_path / "portable"
+    with_features(read_package(bundled_package), portable, Features(grammars=True))
+    on_the_host = model.generate(PROMPTS, RANDOM, seed=5, grammar=grammars)
+    in_the_graph = load(portable).generate(PROMPTS, RANDOM, seed=5, grammar=grammars)
+    assert answers(on_the_host) == answers(in_the_graph)

@@ -104,7 +104,7 @@ class TokenGrammar:
         write_tensors(file, metadata, tensors)
         return file.getvalue()
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the tables to a file, in place of a file of that name.
 
         Args:
@@ -113,6 +113,7 @@ class TokenGrammar:
         Raises:
             PackageError: the disk is full, or the folder cannot be written to.
         """
+        path = Path(path)
         content = self.to_bytes()
         try:
             with (
@@ -146,14 +147,14 @@ class TokenGrammar:
             ) from error
 
     @classmethod
-    def load(cls, path: Path) -> TokenGrammar:
+    def load(cls, path: str | Path) -> TokenGrammar:
         """The tables of a file.
 
         Raises:
             QsampleError: the file cannot be read, is damaged, or of another format.
         """
         try:
-            with open_plain(path) as file:
+            with open_plain(Path(path)) as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise QsampleError(
