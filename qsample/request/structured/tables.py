@@ -150,6 +150,9 @@ class TokenGrammar:
     def load(cls, path: str | Path) -> TokenGrammar:
         """The tables of a file.
 
+        Args:
+            path: the path of a file that `qsample grammar` or `save` wrote.
+
         Raises:
             QsampleError: the file cannot be read, is damaged, or of another format.
         """
