@@ -217,6 +217,42 @@ def test_requests_wait_for_room_in_the_tables(
     assert max(sizes) <= 4 * largest
 
 
+def test_a_row_that_has_ended_keeps_no_state(
+    model: CausalLM, make: Callable[..., TokenGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables may have shrunk since."""
+    long, wide = make(r"[a-z]{60}"), make("|".join("abcdefghijklmnop"))
+    room = max(long.transitions.nbytes, wide.transitions.nbytes)
+    monkeypatch.setattr(grammar_rows, "MAX_TRANSITIONS_BYTES", 2 * room)
+    with Engine(model, slots=3) as engine:
+        first = [
+            engine.add_request("And", max_new_tokens=70, seed=row, grammar=long) for row in range(3)
+        ]
+        then = [engine.add_request("And", max_new_tokens=5, seed=1, grammar=wide)]
+        texts = [request.result(60).text for request in [*first, *then]]
+    assert [len(text or "") for text in texts] == [60, 60, 60, 1]
+
+
+def test_a_row_that_moves_takes_its_grammar_along(
+    model: CausalLM, make: Callable[..., TokenGrammar]
+) -> None:
+    slots = Slots(model.sessions, 3, CONTEXT)
+    grammar = make("(yes|no|perhaps)")
+    call = model.read("And", seed=1, grammar=grammar, max_new_tokens=8)
+    (sequence,), _ = model.prepare(call, CONTEXT)
+    request = sequence.request
+    slots.begin(2, request.prompt, 1, request.parameters, grammar=grammar)
+    slots.prefill(2, request.prompt, emit=True)
+    slots.move(2, 0, 0)
+    for _ in range(8):
+        slots.decode(range(1))
+    tokens = slots.read().tokens_from(0, len(request.prompt))
+    assert tokens == model.generate("And", seed=1, grammar=grammar, max_new_tokens=8).token_ids[0]
+    slots.stop(0)
+    slots.stop(2)
+    assert [place.users for place in slots.grammars._layout.places.values()] == [0]
+
+
 def test_nothing_is_read_between_tokens(
     model: CausalLM, make: Callable[..., TokenGrammar], monkeypatch: pytest.MonkeyPatch
 ) -> None:

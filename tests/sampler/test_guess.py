@@ -167,7 +167,9 @@ def test_grammars_suggest_guesses() -> None:
             rng.random(11) < 0.8, rng.integers(0, VOCAB, 11), -1
         )
         states = np.array([0, *rng.integers(1, 12, 3)])
-        deadlines = rng.choice([2**31 - 1, 0, 30], 4)
+        # Some pass in the course of the guesses.
+        lengths = np.array([len(text) for text in texts])
+        deadlines = np.where(rng.random(4) < 0.3, 2**31 - 1, lengths + rng.integers(-1, 5, 4))
         host = np.full((4, 7), -1)
         if rng.random() < 0.3:
             host[3, :2] = rng.integers(0, VOCAB, 2)
