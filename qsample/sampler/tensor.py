@@ -203,6 +203,16 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return op("Neg", self)
 
+    def with_change(self, change: Tensor) -> Tensor:
+        """The sum with a tensor that broadcasts to the shape of this one.
+
+        ONNX does not infer the shape of a sum with the result of a branch. ONNX Runtime changes a
+        tensor in place only if it knows that the result has the same shape.
+        """
+        changed = self + change
+        changed.value.shape = self.value.shape
+        return changed
+
     def __invert__(self) -> Tensor:
         return op("Not", self)
 

@@ -13,7 +13,14 @@ from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS
 from qsample.sampler.adjust import Past
 from tests.helpers.computed import computed
 from tests.helpers.reference import adjust
-from tests.helpers.sampler_cases import check_steps, interface, make_inputs, sampler
+from tests.helpers.sampler_cases import (
+    ALL_FEATURES,
+    check_steps,
+    graph,
+    interface,
+    make_inputs,
+    sampler,
+)
 
 Array = np.ndarray
 FEATURES = Features(logit_bias=True, allowed_tokens=True)
@@ -432,3 +439,19 @@ def test_random_histories(captured: bool) -> None:
             ]
             expected = adjust(logits[row], values, np.array(past), len(past))
             np.testing.assert_allclose(got[row], expected, rtol=2e-5, err_msg=str((past, values)))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_every_change_of_the_logits_keeps_the_name_of_the_batch(captured: bool) -> None:
+    """ONNX Runtime changes a tensor in place only if it knows that the result has the same shape."""
+    face = Interface(70, (), features=ALL_FEATURES, captured=captured)
+    model = graph(face)
+    logits = next(value for value in model.graph.inputs if value.name == "logits")
+    changed = {logits}
+    changes = 0
+    for node in model.graph:
+        if node.op_type in ("Add", "ScatterElements") and node.inputs[0] in changed:
+            assert node.outputs[0].shape == logits.shape, node
+            changed.add(node.outputs[0])
+            changes += 1
+    assert changes >= 5  # two masks, the biases, the stop tokens, the penalties
