@@ -57,6 +57,9 @@ REFUSED: Final[list[tuple[int, dict[str, Any]]]] = [
     (400, {"prompt": "And", "temperatur": 1}), (400, {"prompt": TEXT * 100}), (400, {"prompt": [99999]}),
     (400, {"prompt": "And", "structured_outputs": {"regex": "(("}}), (404, {"prompt": "And", "model": "jonah"}),
 ]  # fmt: skip
+SHORTEST_PLACE: Final = (
+    11  # tokens of {"city":""} and the stop token; a server refuses a lower limit
+)
 PATHS: Final = ("completions", "chat/completions", "responses", "messages")
 STREAM_ENDS: Final = ("[DONE]", "response.completed", "response.incomplete", "message_stop")
 
@@ -84,10 +87,13 @@ def body_of(path: str, number: int, model: str) -> dict[str, Any]:
     prompt = {"completions": {"prompt": text}, "responses": {"input": text}}.get(
         path, {"messages": chat}
     )
-    limit = {"max_output_tokens" if path == "responses" else "max_tokens": rng.randint(1, 40)}
     guesses = {"prompt_lookup_num_tokens": 7} if model == "guesses" and path in options else {}
     own = {"model": model, "seed": number, "temperature": rng.choice([0, 0.8, 1])}
-    return own | prompt | limit | guesses | rng.choice(options.get(path, [{}]))
+    chosen = rng.choice(options.get(path, [{}]))
+    least = SHORTEST_PLACE if "response_format" in chosen else 1
+    limit = rng.randint(least, 40)
+    limits = {"max_output_tokens" if path == "responses" else "max_tokens": limit}
+    return own | prompt | limits | guesses | chosen
 
 
 def texts_of(body: Mapping[str, Any], answer: Any) -> list[str]:
@@ -104,7 +110,8 @@ def texts_of(body: Mapping[str, Any], answer: Any) -> list[str]:
     for choice, text in zip(choices, texts, strict=True):
         assert choice["finish_reason"] in ("stop", "length"), answer
         assert choice["logprobs"] or "logprobs" not in body, answer
-        if "response_format" in body and choice["finish_reason"] == "stop":
+        if "response_format" in body:
+            assert choice["finish_reason"] == "stop", answer
             assert [*json.loads(text)] == ["city"], answer
     return texts
 

@@ -44,7 +44,9 @@ def test_export_writes_a_package_with_what_was_asked_for(
     )
     assert [stages[0].split("  ")[-1], stages[-1].split("  ")[-1]] == ["starting", "publishing"]
     assert written.endswith("written to")
-    assert read_package(tmp_path).interface.features == Features(True, True, True, True, 3, True)
+    assert read_package(tmp_path).interface.features == Features(
+        probs=True, logit_bias=True, allowed_tokens=True, logprobs=True, top_logprobs=3
+    )
 
 
 def test_export_passes_every_option(

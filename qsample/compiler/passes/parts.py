@@ -108,7 +108,11 @@ def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
 def _levels(
     graph: ir.Graph, layer_of: Mapping[str, int]
 ) -> tuple[dict[ir.Node, int], set[ir.Node]]:
-    """The last layer whose states each node depends on, -1 for none; and the nodes that each part computes again.
+    """The layer that each node belongs to, and the nodes that each part computes again.
+
+    A node belongs to the last layer whose states it depends on, -1 for none. One that depends on none, and that no node
+    in or before layer 0 reads, belongs to the layer of its first reader: a mask of the vocabulary is computed where the
+    logits are.
 
     A part computes a node again that depends only on constants, such as a cast of weights, or on inputs and constants
     of one axis.
@@ -132,6 +136,13 @@ def _levels(
             levels[node] < 0 and not any(map(_is_matrix, fixed)) and fresh.issuperset(others)
         ):
             fresh.add(node)
+    first_reader = dict[ir.Node, int]()
+    for node in reversed(graph):
+        if levels[node] < 0 and first_reader.get(node, 0) > 0:
+            levels[node] = first_reader[node]
+        for value in reads(node):
+            if (source := value.producer()) in levels:
+                first_reader[source] = min(levels[node], first_reader.get(source, levels[node]))
     return levels, fresh
 
 

@@ -148,6 +148,28 @@ def test_the_narrowest_place_behind_a_whole_layer() -> None:
     }
 
 
+def test_a_mask_is_computed_where_the_logits_are() -> None:
+    """A matrix of numbers that follows from an input, of sizes that ONNX cannot infer."""
+    model = graph(3)
+    words = onnx.helper.make_tensor_value_info("words", onnx.TensorProto.INT32, ["B", "W"])
+    model.graph.input.append(words)
+    masks = np.ones((4, 5), np.float32)
+    shape = np.array([0, 1, -1])
+    model.graph.initializer.append(onnx.numpy_helper.from_array(masks, "masks"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(shape, "shape"))
+    gather = onnx.helper.make_node("Gather", ["masks", "words"], ["masks_of_words"])
+    reshape = onnx.helper.make_node("Reshape", ["masks_of_words", "shape"], ["mask"])
+    model.graph.node[-1].output[0] = "unmasked"
+    add = onnx.helper.make_node("Add", ["unmasked", "mask"], ["logits"])
+    model.graph.node.insert(0, reshape)
+    model.graph.node.insert(0, gather)
+    model.graph.node.append(add)
+    one, two = cut(model, 3, 2)
+    assert "words" not in {value.name for value in one.model.graph.inputs}
+    assert "words" in {value.name for value in two.model.graph.inputs}
+    assert hidden(two) == ["x2"]
+
+
 def test_a_value_that_crosses_several_borders_skips_the_parts_between() -> None:
     parts = cut(graph(3, first_again=True), 3, 3)
     assert [sorted(hidden(part)) for part in parts] == [
