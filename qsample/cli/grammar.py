@@ -49,7 +49,8 @@ def grammar(
         typer.Option(
             "--thoughts",
             metavar="START END",
-            help="Texts around the thoughts that an answer may begin with, such as <think> </think>.",
+            help="Texts around the thoughts that an answer may begin with, such as <think> </think>; "
+            "an empty START if the prompt has begun them.",
         ),
     ] = None,
     overwrite: Annotated[
@@ -79,7 +80,7 @@ def grammar(
             f"{opened.path} was exported without --grammars, and its graph takes no tables; export "
             "the model again with --grammars or --for-serving"
         )
-    marks = None if thoughts is None else Thoughts(*thoughts, is_open=False)
+    marks = None if thoughts is None else Thoughts.between(*thoughts)
     stop_ids = opened.manifest.token_ids.eos
     grammars = Grammars(opened.interface, Tokenizer.of(opened), stop_ids)
     tables = grammars.tables(Wish(given, marks))

@@ -509,7 +509,8 @@ class CausalLM(ModelMethods):
             choice: the possible answers.
             grammar: a grammar in llama.cpp's GBNF that is not recursive.
             thoughts: the texts that begin and end the thoughts of the model, such as ("<think>",
-                "</think>"). An answer may then have thoughts before the form.
+                "</think>"). An answer may then have thoughts before the form. For a chat template
+                that begins them in the prompt, the first text is empty: ("", "</think>").
 
         Raises:
             NotRegularError: no finite automaton follows the form, so that it needs masks.
@@ -530,7 +531,7 @@ class CausalLM(ModelMethods):
             raise ValueError("several forms were given; give one of json, regex, choice, grammar")
         if not forms and thoughts is None:
             raise ValueError("no form was given; give one of json, regex, choice, grammar")
-        marks = None if thoughts is None else Thoughts(*thoughts, is_open=False)
+        marks = None if thoughts is None else Thoughts.between(*thoughts)
         return self.grammars.tables(Wish(forms[0] if forms else None, marks))
 
     def save_prefix(

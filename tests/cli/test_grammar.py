@@ -119,9 +119,9 @@ REFUSALS: list[tuple[list[str], int, str]] = [
     ),
     (["--grammar", 'start: "a"'], 1, "a grammar in Lark's notation"),
     (
-        ["--choice", "yes", "--thoughts", "", "</think>"],
+        ["--choice", "yes", "--thoughts", "<think>", ""],
         1,
-        "the start or end of --thoughts is empty",
+        "the end of --thoughts is empty",
     ),
 ]
 
@@ -179,6 +179,26 @@ def test_a_failure_leaves_the_file_of_that_name(
     assert "the device has gone" in err
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert file.read_bytes() == before
+
+
+def test_thoughts_are_open_if_they_have_no_start(
+    run: Any, forms_package: Path, tmp_path: Path
+) -> None:
+    """Answers to a prompt that has begun the thoughts begin inside them."""
+    file = tmp_path / "form.safetensors"
+    options = ("--package", forms_package, "-o", file)
+    assert run("grammar", "--choice", "yes", "--thoughts", "", ">", *options)[0] == 0
+    model = load(forms_package)
+    made = model.grammar(choice=["yes"], thoughts=("", ">"))
+    assert TokenGrammar.load(file).key == made.key
+    for budget in (0, 5):
+        output = model.generate(
+            "And he said <", grammar=made, thinking_token_budget=budget, max_new_tokens=40, seed=3
+        )
+        thoughts, answer = output.texts[0].split(">")
+        assert answer.lstrip("\n") == "yes"
+        if budget == 0:
+            assert thoughts == ""
 
 
 def test_thoughts_are_not_open(forms_package: Path) -> None:

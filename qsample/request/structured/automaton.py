@@ -68,7 +68,7 @@ class Thoughts(NamedTuple):
     """The thoughts before an answer.
 
     Attributes:
-        start: the text that begins thoughts, such as "<think>".
+        start: the text that begins thoughts, such as "<think>"; open thoughts may have none.
         end: the text that ends thoughts, such as "</think>".
         is_open: whether the answer begins inside the thoughts.
     """
@@ -76,6 +76,11 @@ class Thoughts(NamedTuple):
     start: str
     end: str
     is_open: bool
+
+    @classmethod
+    def between(cls, start: str, end: str) -> Thoughts:
+        """Thoughts between two texts. An empty start says that the prompt has begun the thoughts."""
+        return cls(start, end, is_open=start == "")
 
 
 def automaton_of(expression: str) -> ByteAutomaton:
@@ -253,10 +258,12 @@ def with_thoughts(automaton: ByteAutomaton | None, thoughts: Thoughts) -> ByteAu
         thoughts: the texts around thoughts.
 
     Raises:
-        ArgumentError: the start or end of thoughts is empty.
+        ArgumentError: the end of thoughts is empty, or the start of thoughts that are not open.
     """
-    if not thoughts.start or not thoughts.end:
-        raise ArgumentError("the start or end of thoughts is empty; give the texts of the model")
+    if thoughts.end == "":
+        raise ArgumentError("the end of thoughts is empty; give the text that ends the model's")
+    if thoughts.start == "" and not thoughts.is_open:
+        raise ArgumentError("the start of thoughts is empty; give the text that begins the model's")
     return _ThinkingAutomaton(automaton, thoughts).built()
 
 
@@ -270,8 +277,10 @@ class _ThinkingAutomaton:
         self._thoughts = thoughts
         self._start = thoughts.start.encode()
         self._end = thoughts.end.encode()
-        texts = [thoughts.start, thoughts.end, *([ANY_SPECIAL] if form is None else [])]
-        self._special_texts = tuple(dict.fromkeys(texts))
+        marks = [thoughts.end] if thoughts.start == "" else [thoughts.start, thoughts.end]
+        any_special = [ANY_SPECIAL] if form is None else []
+        self._special_texts = tuple(dict.fromkeys([*marks, *any_special]))
+        # Without a start, this is the symbol of the end.
         self._start_symbol = NUM_BYTES
         self._end_symbol = NUM_BYTES + self._special_texts.index(thoughts.end)
 

@@ -11,6 +11,8 @@ import pytest
 from qsample.errors import ArgumentError
 from qsample.request.grammar import InvalidGrammarError
 from qsample.request.structured.automaton import (
+    ANY_SPECIAL,
+    NUM_BYTES,
     ByteAutomaton,
     Thoughts,
     automaton_of,
@@ -224,7 +226,30 @@ def test_a_budget_allows_everything(is_open: bool) -> None:
     assert state_after(automaton, b"<x") != automaton.free or not is_open
 
 
-@pytest.mark.parametrize("thoughts", [Thoughts("", "b", True), Thoughts("a", "", False)])
-def test_thoughts_have_a_start_and_an_end(thoughts: Thoughts) -> None:
-    with pytest.raises(ArgumentError, match="empty"):
+@pytest.mark.parametrize("form", ["a|ee", None])
+def test_thoughts_that_the_prompt_begins_need_no_start(form: str | None) -> None:
+    """Special tokens without a text of their own stay apart from the absent start."""
+    automaton = None if form is None else automaton_of(form)
+    without_start = with_thoughts(automaton, Thoughts.between("", END))
+    with_start = with_thoughts(automaton, Thoughts(START, END, is_open=True))
+    assert without_start.special_texts == ((END,) if form else (END, ANY_SPECIAL))
+    assert with_start.special_texts == (START, *without_start.special_texts)
+    transitions = np.delete(with_start.transitions, NUM_BYTES, axis=1)
+    assert (without_start.transitions == transitions).all()
+    assert (without_start.final == with_start.final).all()
+    assert (without_start.late == with_start.late).all()
+    assert without_start.free == with_start.free
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "missing"),
+    [
+        (Thoughts("", "b", False), "start"),
+        (Thoughts("a", "", False), "end"),
+        (Thoughts("a", "", True), "end"),
+        (Thoughts.between("", ""), "end"),
+    ],
+)
+def test_thoughts_have_a_start_and_an_end(thoughts: Thoughts, missing: str) -> None:
+    with pytest.raises(ArgumentError, match=f"the {missing} of thoughts is empty"):
         with_thoughts(None, thoughts)
