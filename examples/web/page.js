@@ -2,7 +2,7 @@
 import { ArgumentError, load, PackageError, webGpuProblem } from "qsample-onnx";
 import { showMarkdown } from "../../qsample/addons/serve/markdown/markdown.js";
 import { Bars } from "./bars.js";
-import { at, fromLink, link, make, MOST_IN_A_TEXT, options } from "./settings.js";
+import { at, chosenGrammar, fromLink, link, make, MOST_IN_A_TEXT, options, set } from "./settings.js";
 
 const PACKAGE = new URL("package/", location.href);
 const NAMES = { webgpu: "WebGPU", wasm: "WebAssembly" };
@@ -127,6 +127,7 @@ const messages = (said) => [
 async function generate(signal) {
   if (!model) await open(signal);
   const chat = chatting() && model.hasChatTemplate, said = at("prompt").value, given = options(chat);
+  const grammar = await chosenGrammar();
   const prompt = chat ? messages(said) : said;
   const { article, answer, facts, footer } = addArticle(chat, said);
   if (chat) at("prompt").value = "";
@@ -141,7 +142,7 @@ async function generate(signal) {
   };
   const speed = () => tokens > 1 ? `, ${((tokens - 1) / (performance.now() - first) * 1000).toFixed(1)} a second` : "";
   try {
-    for await (const piece of model.generate(prompt, { ...given, signal })) {
+    for await (const piece of model.generate(prompt, { ...given, grammar, signal })) {
       signal.throwIfAborted(); // several pieces may have come at once
       first ||= performance.now();
       tokens += Number(piece.token !== null);
@@ -166,7 +167,9 @@ async function generate(signal) {
       at("seed").value = given.seed;
       at("spoken").textContent = `Seed ${given.seed} is set`;
     } });
-    footer.append(use, make("a", { href: link(prompt, given, packageHash()), textContent: "Link to this text" }));
+    footer.append(use);
+    // A link cannot carry the form.
+    if (!grammar) footer.append(make("a", { href: link(prompt, given, packageHash()), textContent: "Link to this text" }));
     if (chat) turns.push({ said, heard, article });
   } else { // nothing came: the message is the user's to send again
     article.remove();
@@ -231,6 +234,8 @@ function showState() {
   at("clear").textContent = chat ? "New conversation" : "Clear";
   for (const name of ["back", "clear", "as-text", "device"]) at(name).disabled = busy;
   at("as-chat").disabled = busy || !possible;
+  at("grammar-line").hidden = !model?.manifest.interface.features.grammars;
+  at("no-grammar").hidden = at("grammar-line").hidden || !at("grammar").value;
   at("go").disabled = false;
   at("go").textContent = busy ? "Stop" : chat ? "Send" : "Generate";
   at("go").formNoValidate = busy; // an empty message is no reason not to stop
@@ -274,6 +279,11 @@ document.addEventListener("keydown", (event) => {
 for (const name of ["as-text", "as-chat"]) at(name).addEventListener("change", () => {
   wantsChat = chatting();
   showState();
+});
+at("grammar").addEventListener("input", showState);
+at("no-grammar").addEventListener("click", () => {
+  set("grammar", "");
+  at("grammar").focus();
 });
 at("device").addEventListener("change", () => stoppable(open));
 addEventListener("hashchange", follow);

@@ -1,4 +1,5 @@
 // The settings: sliders ↔ options of `generate` ↔ the fragment of a link that reproduces a text.
+import { loadGrammar } from "qsample-onnx";
 
 export const at = (id) => document.getElementById(id);
 export function make(tag, fields = {}, ...children) {
@@ -29,7 +30,8 @@ for (const [name, [label, min, max, step, value]] of Object.entries(SLIDERS)) {
   set(name, value);
 }
 
-function set(name, value) {
+/** Set a field, as a user would. */
+export function set(name, value) {
   at(name).value = value;
   at(name).dispatchEvent(new Event("input"));
 }
@@ -42,6 +44,12 @@ export function options(chat) {
   const most = at("maxNewTokens").value || (chat ? "" : MOST_IN_A_TEXT);
   // A total length is cut to the context's.
   return { ...sliders, ...(most ? { maxNewTokens: Number(most) } : { maxLength: 2 ** 31 - 1 }), seed };
+}
+
+/** The form that the answer follows, from the chosen file; null for any text. */
+export async function chosenGrammar() {
+  const [file] = at("grammar").files;
+  return file ? loadGrammar(await file.arrayBuffer()) : null;
 }
 
 /** A link to what `generate(prompt, options)` writes with this package. prompt: a text, or a conversation's messages. */
@@ -60,6 +68,7 @@ export function fromLink() {
   if (prompt === null && !isConversation(messages)) return null;
   for (const name of FIELDS) if (given.has(name)) set(name, given.get(name));
   if (!given.has("maxNewTokens")) set("maxNewTokens", "");
+  set("grammar", ""); // a link has no form
   return { prompt, messages, packageHash: given.get("package") };
 }
 

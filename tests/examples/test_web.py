@@ -298,6 +298,53 @@ def test_answers_are_markdown_and_harm_nobody(open_page: Callable[..., Any], url
     assert page.evaluate("window.harmed") is None
 
 
+def test_answers_follow_a_form(
+    open_page: Callable[..., Any],
+    serve: Callable[[Path], str],
+    shared_folder: Path,
+    url: str,
+    tmp_path: Path,
+) -> None:
+    """The form is a file of `qsample grammar`; the answers are Python's, and the next text is free again."""
+    source = AutoModelForCausalLM.from_pretrained(BUNDLED, grammars=True)
+    package = made_once(shared_folder / "tiny_lm-with-grammars", source.export)
+    model = load(package, intra_op_num_threads=1)
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    grammar = model.grammar(json=schema)
+    file, damaged = tmp_path / "age.safetensors", tmp_path / "damaged.safetensors"
+    grammar.save(file)
+    damaged.write_bytes(file.read_bytes()[:-1])
+    page = open_page(link(serve(package), PROMPT, temperature=1.5))
+    free = finished(page)
+    assert free == expected(model, PROMPT, temperature=1.5)
+    sync_api.expect(page.locator("#no-grammar")).to_be_hidden()
+
+    page.set_input_files("#grammar", file)
+    page.click("#go")
+    answer = finished(page, 2)
+    assert answer == expected(model, PROMPT, temperature=1.5, grammar=grammar)
+    assert list(json.loads(answer)) == ["age"]
+    facts = page.locator("article footer").last
+    sync_api.expect(facts).to_contain_text("ended by stop")
+    sync_api.expect(facts.locator("a")).to_have_count(0)
+
+    page.fill("#maxNewTokens", str(grammar.shortest - 1))
+    page.click("#go")
+    error = page.locator("#note.error")
+    sync_api.expect(error).to_contain_text(f"allow at least {grammar.shortest}")
+    page.set_input_files("#grammar", damaged)
+    page.click("#go")
+    sync_api.expect(error).to_contain_text("copy all of it")
+    page.fill("#maxNewTokens", "24")
+    page.click("#no-grammar")
+    sync_api.expect(page.locator("#grammar")).to_be_focused()
+    page.click("#go")
+    assert finished(page, 3) == free
+
+    without_grammars = ready(open_page(url))
+    sync_api.expect(without_grammars.locator("#grammar")).to_be_hidden()
+
+
 def test_a_model_without_a_chat_template_writes_texts(
     open_page: Callable[..., Any],
     serve: Callable[[Path], str],
