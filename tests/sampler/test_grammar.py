@@ -133,6 +133,8 @@ def test_stop_tokens_of_a_row(face: Interface) -> None:
     assert allowed(face, 5, stop_ids=[[-1]]) == [0, 3]
     assert allowed(face, 5, stop_ids=[[0]]) == [0, 3]
     assert allowed(face, 1, stop_ids=[[0]]) == [1, 2]
+    assert allowed(face, 1, stop_ids=[[0, STOP]]) == [1, 2]
+    assert allowed(face, 5, stop_ids=[[0, STOP]]) == [0, 3, STOP]
     assert allowed(face, 1, stop_ids=[[-1, -1]]) == [0, 1, 2]
     assert allowed(face, 0, stop_ids=[[0, 3]]) == [*range(VOCAB)]
 

@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from qsample.errors import ArgumentError
 from qsample.request.structured.automaton import automaton_of
 from qsample.request.structured.gbnf import expression_of_gbnf
-from qsample.request.structured.not_regular import NotRegularError
+from qsample.request.structured.not_regular import MAX_NESTING, NotRegularError
 from tests.request.structured.conftest import Kind
 
 GRAMMARS = {
@@ -31,6 +31,7 @@ GRAMMARS = {
     'root ::= a-b\na-b ::= "1"\n': "1",
     "root ::= . [.]": "(?s:.)\\.",
     'root ::= "a"*?': "a*",
+    '\n# how it begins\n\nroot ::= "a"': "a",
     'root ::= "(*" "[x]"': r"\(\*\[x\]",
 }
 
@@ -87,16 +88,27 @@ def test_texts_are_those_of_llguidance(grammar: str, byte_level: Kind) -> None:
             "nested too deep",
         ),
         (
+            "\n".join(f'r{n} ::= (r{n + 1} | "c") "a"' for n in range(300))
+            + '\nr300 ::= "b"\nroot ::= r0',
+            "nested too deep",
+        ),
+        ('root ::= "a"' + "?" * (MAX_NESTING + 1), "line 1: too many repetitions"),
+        (
             "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(30))
             + '\nr30 ::= "ab"\nroot ::= r0',
             "characters",
         ),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_other_grammars_are_not_regular(grammar: str, reason: str) -> None:
     with pytest.raises(NotRegularError, match=reason):
         expression_of_gbnf(grammar)
+
+
+def test_as_many_repetitions_as_may_be() -> None:
+    automaton = automaton_of(expression_of_gbnf('root ::= "a"' + "?" * MAX_NESTING))
+    assert automaton.final.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,12 @@ def test_patterns_mean_what_they_mean_in_python(pattern: str) -> None:
             assert is_found == is_matched, (pattern, text)
 
 
+@pytest.mark.parametrize("pattern", ["(?i:a)b", "(?i)ab", "a(?s:.)", "(?-i:a)b", "(?x:a b)"])
+def test_flags_in_patterns_are_refused(pattern: str) -> None:
+    with pytest.raises(NotRegularError, match="flags"):
+        expression_of_pattern(pattern)
+
+
 @pytest.mark.parametrize("depth", [49, 200, 5000])
 def test_a_deep_schema_is_refused(depth: int) -> None:
     schema: dict[str, Any] = {"type": "null"}
