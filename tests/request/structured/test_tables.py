@@ -193,7 +193,16 @@ def small_vocabulary() -> TokenVocabulary:
     return TokenVocabulary.of_tokens(words, specials)
 
 
-SMALL = ["(ab)*", "abc|aab", "a{1,3}b?", "[ab]+c", "x(ab|ba)*x", "abcabc(a|b)", "<b|a"]
+SMALL = [
+    "(ab)*",
+    "\\n\\n[ab]",
+    "abc|aab",
+    "a{1,3}b?",
+    "[ab]+c",
+    "x(ab|ba)*x",
+    "abcabc(a|b)",
+    "<b|a",
+]
 
 
 @pytest.mark.parametrize("expression", SMALL)
