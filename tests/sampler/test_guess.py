@@ -216,6 +216,27 @@ def test_grammars_suggest_guesses() -> None:
     assert looked_up > 10
 
 
+def test_a_grammar_suggests_token_0_or_nothing() -> None:
+    """The only answer is 0, 0, 5; without drafts, nobody guesses."""
+    classes = np.full((1, VOCAB), 2)
+    classes[0, [0, 5]] = 0, 1
+    tables = {
+        "grammar_classes": classes,
+        "grammar_transitions": [[0, 0, 0], [2, -1, -1], [3, -1, -1], [-1, 4, -1], [-1, -1, -1]],
+        "grammar_distances": [0, 4, 3, 2, 1],
+        "grammar_maps": 0,
+        "grammar_late": [0, 1, 2, 3, 4],
+    }
+    values = {"grammar_state": [1], "grammar_deadline": 2**31 - 1, **tables}
+    text = [1, 2, 3]
+    result = step([text], features(grammars=True), grammar_drafts=[-1, 0, 0, 5, -1], **values)
+    assert guesses(result) == [[0, 0, 5]]
+    assert result["step_grammar_states"].tolist() == [[1, 2, 3, 4]]
+    result = step([text], features(grammars=True), grammar_drafts=-1, **values)
+    assert result["step_guesses"].tolist() == [[-1]]
+    assert result["step_grammar_states"].tolist() == [[1]]
+
+
 def _allows(inputs: Mapping[str, Array], row: int, state: int, place: int, token: int) -> bool:
     given = {name: array for name, array in inputs.items() if name in TABLE_NAMES}
     given |= {"grammar_state": state, "grammar_deadline": inputs["grammar_deadline"][row]}
