@@ -506,3 +506,23 @@ def test_no_form_is_compiled_after_the_end(bundled_model: CausalLM) -> None:
     grammars.close()
     with pytest.raises(RuntimeError):
         prepare(grammars, Form("regex", "b"))
+
+
+def test_forms_that_wait_at_the_end_are_given_up(bundled_model: CausalLM) -> None:
+    """Two are compiled at a time: these end, and the third does not begin."""
+    interface = replace(bundled_model.interface, features=TABLES)
+    grammars = Grammars(interface, bundled_model.tokenizer, [2])
+    wishes = [Wish(Form("regex", f"{letter}{SLOW}")) for letter in "abc"]
+
+    async def run() -> list[object]:
+        asked = [asyncio.ensure_future(grammars.prepare(wish)) for wish in wishes]
+        while len(trials := list(grammars._running_trials.values())) < 2 or any(
+            trial._process is None for trial in trials
+        ):
+            await asyncio.sleep(0.01)
+        grammars.close()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *begun, waiting = asyncio.run(asyncio.wait_for(run(), 120))
+    assert all(isinstance(error, InvalidGrammarError) for error in begun)
+    assert isinstance(waiting, asyncio.CancelledError)
