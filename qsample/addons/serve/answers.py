@@ -268,15 +268,13 @@ class Answers:
             **_token_counts(prompt, completion),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        details: dict[str, Any] = {}
+        details: dict[str, Any] = {**self._form.usage_details}
         if self._model.interface.features.num_speculative_tokens:
             drafts = sum((output.usage.drafts for output in outputs), NO_DRAFTS)
             details["accepted_prediction_tokens"] = drafts.num_accepted_tokens
             details["rejected_prediction_tokens"] = (
                 drafts.num_draft_tokens - drafts.num_accepted_tokens
             )
-        if self._form.keeper is not None:
-            details["structured_outputs"] = self._form.keeper
         if details:
             usage["completion_tokens_details"] = details
         return usage

@@ -45,6 +45,11 @@ class AnswerForm:
         return "graph" if self.shortest else None
 
     @property
+    def usage_details(self) -> dict[str, str]:
+        """The entry of an answer's usage that says who keeps it to the form, if it has one."""
+        return {} if self.keeper is None else {"structured_outputs": self.keeper}
+
+    @property
     def shortest(self) -> int:
         """The number of tokens of the shortest answer, the stop token included; 0 if a limit may
         cut an answer off."""

@@ -368,6 +368,7 @@ class MessageChoice(ChatChoice):
         self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int], form: AnswerForm
     ) -> None:
         super().__init__(0, model, body.chat, prompt, form)
+        self._form = form
         self._max_tokens = body.max_tokens
         self._message: Event = {
             "id": f"msg_{body.request_id or uuid.uuid4().hex}",
@@ -395,7 +396,11 @@ class MessageChoice(ChatChoice):
         usage = output.usage
         counts = _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         events.append(
-            {"type": "message_delta", "delta": self._stop_fields(output), "usage": counts}
+            {
+                "type": "message_delta",
+                "delta": self._stop_fields(output),
+                "usage": {**counts, **self._form.usage_details},
+            }
         )
         events.append({"type": "message_stop"})
         return events

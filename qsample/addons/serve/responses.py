@@ -417,6 +417,7 @@ class ResponseChoice(ChatChoice):
     ) -> None:
         """response: the fields of the whole answer that its request decides."""
         super().__init__(0, model, body.chat, prompt, form)
+        self._form = form
         self._response = response
         self._items: list[dict[str, Any]] = []
         # The last item is open while it has a type here and its pieces are collected.
@@ -465,7 +466,10 @@ class ResponseChoice(ChatChoice):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": len(thoughts)},
+            "output_tokens_details": {
+                "reasoning_tokens": len(thoughts),
+                **self._form.usage_details,
+            },
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

@@ -157,6 +157,16 @@ def streamed_text(path: str, stream: str) -> str:
     return text
 
 
+def keeper_of(path: str, usage: dict[str, Any]) -> str | None:
+    """Who kept an answer to its form, by its usage."""
+    name = {RESPONSES: "output_tokens_details", MESSAGES: None}.get(
+        path, "completion_tokens_details"
+    )
+    details = usage if name is None else usage.get(name, {})
+    keeper: str | None = details.get("structured_outputs")
+    return keeper
+
+
 def check(form: dict[str, Any], text: str) -> None:
     """Fail unless a text follows a form."""
     match form:
@@ -410,8 +420,7 @@ def test_a_package_with_masks_alone(masks: TestClient, path: str, name: str) -> 
     fields = in_words_of(path, form)
     document = post(masks, path, **body_of(path, 200, **fields))
     check(form, text_and_reason(path, document)[0])
-    if path in (COMPLETIONS, CHAT):
-        assert document["usage"]["completion_tokens_details"] == {"structured_outputs": "host"}
+    assert keeper_of(path, document["usage"]) == "host"
     cut, reason = text_and_reason(path, post(masks, path, **body_of(path, 1, **fields)))
     assert reason in ("length", "incomplete", "max_tokens")
     assert len(cut) < len(text_and_reason(path, document)[0])
@@ -436,6 +445,9 @@ def test_a_package_with_tables_alone(tables: TestClient, path: str, name: str) -
     shortest = shortest_of(tables, path, fields)
     document = post(tables, path, **body_of(path, shortest, **fields))
     check(FORMS[name], text_and_reason(path, document)[0])
+    assert keeper_of(path, document["usage"]) == "graph"
+    free = post(tables, path, **body_of(path, shortest))
+    assert keeper_of(path, free["usage"]) is None
 
 
 @pytest.mark.parametrize(
