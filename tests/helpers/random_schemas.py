@@ -22,6 +22,7 @@ PATTERNS = [
     r"^(yes|no)$",
     r"^a|b$",
     r"(x|^y)z?",
+    r"(a|b)(y|1)(9|z$)",
     r"\w+@\w+\.com$",
     r"^[^a-f\s]{1,5}$",
     r"^\S+\s\S+$",
