@@ -57,9 +57,8 @@ REFUSED: Final[list[tuple[int, dict[str, Any]]]] = [
     (400, {"prompt": "And", "temperatur": 1}), (400, {"prompt": TEXT * 100}), (400, {"prompt": [99999]}),
     (400, {"prompt": "And", "structured_outputs": {"regex": "(("}}), (404, {"prompt": "And", "model": "jonah"}),
 ]  # fmt: skip
-SHORTEST_PLACE: Final = (
-    11  # tokens of {"city":""} and the stop token; a server refuses a lower limit
-)
+# Tokens of {"city": ""} and the stop token. The server refuses a lower limit.
+SHORTEST_PLACE: Final = 11
 PATHS: Final = ("completions", "chat/completions", "responses", "messages")
 STREAM_ENDS: Final = ("[DONE]", "response.completed", "response.incomplete", "message_stop")
 

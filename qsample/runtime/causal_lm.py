@@ -510,7 +510,8 @@ class CausalLM(ModelMethods):
             grammar: a grammar in llama.cpp's GBNF that is not recursive.
             thoughts: the texts that begin and end the thoughts of the model, such as ("<think>",
                 "</think>"). An answer may then have thoughts before the form. For a chat template
-                that begins them in the prompt, the first text is empty: ("", "</think>").
+                that begins them in the prompt, the first text is empty: ("", "</think>"). None for
+                answers without thoughts.
 
         Raises:
             NotRegularError: no finite automaton follows the form, so that it needs masks.

@@ -73,7 +73,7 @@ def _masked(call: Call, logits: Tensor) -> Tensor:
         lambda: _mask_of_bits(words, call.vocab, narrow=call.for_webgpu),
         lambda: constant(np.zeros((1, 1), np.float32)),
     )
-    return logits.with_change(mask)
+    return logits.masked_by(mask)
 
 
 def _has_mask(call: Call) -> Tensor:

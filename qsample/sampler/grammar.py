@@ -103,7 +103,7 @@ def masked(call: Call, logits: Tensor) -> Tensor:
         call[GRAMMAR_STATE.name] > 0, lambda: _change(call, logits), lambda: _no_change()
     )
     # ONNX Runtime does both in place if it owns the buffer of the logits.
-    return logits.with_change(change.mask).scatter(change.stop_ids, change.stop_logits)
+    return logits.masked_by(change.mask).scatter(change.stop_ids, change.stop_logits)
 
 
 @dataclass(frozen=True)

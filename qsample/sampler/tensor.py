@@ -203,15 +203,18 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return op("Neg", self)
 
-    def with_change(self, change: Tensor) -> Tensor:
-        """The sum with a tensor that broadcasts to the shape of this one.
+    def masked_by(self, mask: Tensor) -> Tensor:
+        """The sum with a mask, such as the result of a branch: it has the shape of this tensor.
 
-        ONNX does not infer the shape of a sum with the result of a branch. ONNX Runtime changes a
-        tensor in place only if it knows that the result has the same shape.
+        ONNX Runtime changes a tensor in place only if it knows that the result has the same shape,
+        and ONNX does not infer the shape of a branch.
+
+        Args:
+            mask: a tensor of the same dtype that broadcasts to the shape of this one.
         """
-        changed = self + change
-        changed.value.shape = self.value.shape
-        return changed
+        masked = self + mask
+        masked.value.shape = self.value.shape
+        return masked
 
     def __invert__(self) -> Tensor:
         return op("Not", self)

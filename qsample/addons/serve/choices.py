@@ -196,6 +196,7 @@ class ChatChoice(Choice):
         form: AnswerForm,
     ) -> None:
         super().__init__(index, model, body, prompt)
+        self._form = form
         self._shows_thoughts = body.include_reasoning
         self._reasoning_reader = model.reasoning_reader(prompt, form)
         self._tool_reader: ToolReader | DemandedCalls | None = None

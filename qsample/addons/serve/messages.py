@@ -368,7 +368,6 @@ class MessageChoice(ChatChoice):
         self, model: ServedModel, body: MessagesRequest, prompt: Sequence[int], form: AnswerForm
     ) -> None:
         super().__init__(0, model, body.chat, prompt, form)
-        self._form = form
         self._max_tokens = body.max_tokens
         self._message: Event = {
             "id": f"msg_{body.request_id or uuid.uuid4().hex}",

@@ -417,7 +417,6 @@ class ResponseChoice(ChatChoice):
     ) -> None:
         """response: the fields of the whole answer that its request decides."""
         super().__init__(0, model, body.chat, prompt, form)
-        self._form = form
         self._response = response
         self._items: list[dict[str, Any]] = []
         # The last item is open while it has a type here and its pieces are collected.

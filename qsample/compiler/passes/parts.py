@@ -61,6 +61,7 @@ def cut_at_layers(model: ir.Model, interface: Interface, count: int) -> list[Par
     layer_of = layers_of(interface)
     _read_batch_from_ids(graph, layer_of)
     levels, fresh = _levels(graph, layer_of)
+    _move_to_readers(graph, levels)
     order = sorted((node for node in graph if node not in fresh), key=levels.__getitem__)
     start = _Border(0, -1)
     end = _Border(len(order), max(layer_of.values()) + 1)
@@ -108,11 +109,7 @@ def _read_batch_from_ids(graph: ir.Graph, layer_of: Mapping[str, int]) -> None:
 def _levels(
     graph: ir.Graph, layer_of: Mapping[str, int]
 ) -> tuple[dict[ir.Node, int], set[ir.Node]]:
-    """The layer that each node belongs to, and the nodes that each part computes again.
-
-    A node belongs to the last layer whose states it depends on, -1 for none. One that depends on none, and that no node
-    in or before layer 0 reads, belongs to the layer of its first reader: a mask of the vocabulary is computed where the
-    logits are.
+    """The last layer whose states each node depends on, -1 for none; and the nodes that each part computes again.
 
     A part computes a node again that depends only on constants, such as a cast of weights, or on inputs and constants
     of one axis.
@@ -136,14 +133,25 @@ def _levels(
             levels[node] < 0 and not any(map(_is_matrix, fixed)) and fresh.issuperset(others)
         ):
             fresh.add(node)
-    first_reader = dict[ir.Node, int]()
-    for node in reversed(graph):
-        if levels[node] < 0 and first_reader.get(node, 0) > 0:
-            levels[node] = first_reader[node]
-        for value in reads(node):
-            if (source := value.producer()) in levels:
-                first_reader[source] = min(levels[node], first_reader.get(source, levels[node]))
     return levels, fresh
+
+
+def _move_to_readers(graph: ir.Graph, levels: dict[ir.Node, int]) -> None:
+    """Give nodes that depend on no states the level of their first reader, if that is behind layer 0.
+
+    So a mask of the vocabulary is computed in the part with the logits, and does not pass through the parts before. The
+    first layer keeps its level -1, which no border may follow.
+    """
+    level_of_first_reader = dict[ir.Node, int]()
+    for node in reversed(graph):
+        reader_level = level_of_first_reader.get(node, -1)
+        if levels[node] < 0 < reader_level:
+            levels[node] = reader_level
+        for value in reads(node):
+            source = value.producer()
+            if source in levels:
+                known = level_of_first_reader.get(source, levels[node])
+                level_of_first_reader[source] = min(known, levels[node])
 
 
 def _is_matrix(value: ir.Value) -> bool:

@@ -277,10 +277,13 @@ class _ThinkingAutomaton:
         self._thoughts = thoughts
         self._start = thoughts.start.encode()
         self._end = thoughts.end.encode()
-        marks = [thoughts.end] if thoughts.start == "" else [thoughts.start, thoughts.end]
-        any_special = [ANY_SPECIAL] if form is None else []
-        self._special_texts = tuple(dict.fromkeys([*marks, *any_special]))
-        # Without a start, this is the symbol of the end.
+        special_texts = [thoughts.start, thoughts.end]
+        if thoughts.start == "":
+            special_texts = [thoughts.end]
+        if form is None:
+            special_texts.append(ANY_SPECIAL)
+        self._special_texts = tuple(dict.fromkeys(special_texts))
+        # The first text. Without a start, it is the end, and no token starts open thoughts.
         self._start_symbol = NUM_BYTES
         self._end_symbol = NUM_BYTES + self._special_texts.index(thoughts.end)
 

@@ -159,10 +159,11 @@ def streamed_text(path: str, stream: str) -> str:
 
 def keeper_of(path: str, usage: dict[str, Any]) -> str | None:
     """Who kept an answer to its form, by its usage."""
-    name = {RESPONSES: "output_tokens_details", MESSAGES: None}.get(
-        path, "completion_tokens_details"
-    )
-    details = usage if name is None else usage.get(name, {})
+    details = usage
+    if path == RESPONSES:
+        details = usage["output_tokens_details"]
+    elif path != MESSAGES:
+        details = usage.get("completion_tokens_details", {})
     keeper: str | None = details.get("structured_outputs")
     return keeper
 
