@@ -611,7 +611,7 @@ class Screen:
 
     def load(self, text: str) -> None:
         """`/load FILE`: continue a conversation that was saved."""
-        from qsample.request.text.chat import check_messages
+        from qsample.request.text.conversation import check_messages
 
         path = _path_of(text)
         try:

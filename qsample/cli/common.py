@@ -381,7 +381,7 @@ def check_jinja() -> None:
 
     Commands call it before they load a model.
     """
-    from qsample.request.text.chat import compile_template
+    from qsample.request.text.jinja_template import compile_template
 
     compile_template("{{ messages }}")
 

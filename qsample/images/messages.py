@@ -23,7 +23,7 @@ _FORM: Final = (
 
 
 def _is_image(part: Any) -> TypeGuard[Mapping[str, Any]]:
-    from qsample.request.text.chat import (
+    from qsample.request.text.conversation import (
         IMAGE_TYPES,  # It needs NumPy; the command line starts without.
     )
 

@@ -345,7 +345,7 @@ def test_a_missing_library_is_reported_before_a_model_is_looked_for(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    from qsample.request.text.chat import compile_template
+    from qsample.request.text.jinja_template import compile_template
 
     compile_template.cache_clear()
     status, _, err = run("chat", "no-such")
@@ -357,7 +357,7 @@ def test_a_missing_library_is_reported_for_a_prompt_too(
     run: Any, package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    from qsample.request.text.chat import compile_template
+    from qsample.request.text.jinja_template import compile_template
 
     compile_template.cache_clear()
     (tmp_path / "prompts").write_text("x\n")

@@ -43,6 +43,7 @@ from qsample.addons.serve.http import (
     Hosts,
     JsonRoute,
     add_error_handlers,
+    ignored_header,
     json_bytes,
     json_response,
 )
@@ -324,6 +325,7 @@ class _Server:
                 model.check_shortest(form, tokens, params, body.token_limit_field)
         answers = Answers(model, body, self._metrics, choices, form)
         await answers.start(encoded, params, self._settings.request_timeout)
+        self._metrics.count_ignored(model.base, body.ignored)
         return await _response(answers, body)
 
     async def chat(self, body: ChatCompletionRequest) -> Response:
@@ -389,6 +391,7 @@ class _Server:
             ]
             answers = Answers(model, body, self._metrics, choices, form)
         await answers.start([prompt], params, self._settings.request_timeout, prediction, images)
+        self._metrics.count_ignored(model.base, body.ignored)
         return await _response(answers, body)
 
     async def _predicted_tokens(
@@ -526,7 +529,12 @@ class _Server:
             body.template_messages, self._settings.limit_images_per_prompt
         )
         model.check_images(messages, addresses)
-        render = partial(model.render_chat, messages, body.template_options(with_tools=with_tools))
+        render = partial(
+            model.render_chat,
+            messages,
+            body.template_options(with_tools=with_tools),
+            body.ignored.add,
+        )
         # A template is a program of the model. On the event loop, a slow template would delay
         # every request.
         try:
@@ -574,9 +582,10 @@ def _docs_folder() -> Path | None:
 
 
 async def _response(answers: Answers, body: GenerationRequest) -> Response:
+    headers = ignored_header(body.ignored)
     if body.stream:
-        return EventStream(answers.events(), answers.cancel)
-    return json_response(await answers.whole())
+        return EventStream(answers.events(), answers.cancel, headers)
+    return json_response(await answers.whole(), headers=headers)
 
 
 def _token_response(model: ServedModel, tokens: list[int], with_texts: bool) -> Response:

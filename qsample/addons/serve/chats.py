@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AliasChoices, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from qsample.addons.serve.http import ApiError
-from qsample.addons.serve.parsers import with_objects
 from qsample.addons.serve.refusals import CHAT
 from qsample.addons.serve.requests import (
     IGNORED_DESCRIPTION,
@@ -22,6 +21,7 @@ from qsample.addons.serve.requests import (
 )
 from qsample.request.grammar import Form
 from qsample.request.text.chat import ChatOptions
+from qsample.request.text.conversation import with_objects
 
 # Descriptions that fields of several APIs share.
 TOOLS_DESCRIPTION: Final = "Functions that the model may call."
@@ -35,10 +35,13 @@ TOP_LOGPROBS_DESCRIPTION: Final = (
 )
 
 
+NAME_PATTERN: Final = r"^[A-Za-z0-9_.-]{1,64}$"
+
+
 class Function(Body):
     """A function that the model may call."""
 
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = Field(
+    name: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] = Field(
         description="A name of letters, digits, dots, _ and -."
     )
     description: StrictStr | None = Field(default=None, description="What the function does.")
@@ -104,12 +107,14 @@ class ChatPrompt(Body):
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as templates take them: the arguments of calls are objects. In OpenAI's API,
-        they are texts."""
-        return [
-            with_objects(message) if "tool_calls" in message else message
-            for message in self.messages
-        ]
+        """The messages as templates take them: the arguments of calls are objects, and a content
+        without parts is a text. In OpenAI's API, arguments are texts, and the content of a tool's
+        message is a text or parts."""
+        messages = [with_objects(message) for message in self.messages]
+        for message in messages:
+            if message.get("content") == []:
+                message["content"] = ""
+        return messages
 
     def template_options(self, *, with_tools: bool = True) -> ChatOptions:
         """The options of the chat template. with_tools: whether it describes the tools."""

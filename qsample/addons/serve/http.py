@@ -16,15 +16,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
@@ -73,6 +73,8 @@ PATHS_WITHOUT_A_KEY: Final = frozenset(
         "/favicon.ico",
     )
 )
+# The errors of `requests.Body`, whose context has the name of the field.
+_FIELD_ERRORS: Final = ("unsupported_parameter", "unknown_parameter", "duplicate_parameter")
 # pydantic's paths of errors have the names of a union's types.
 _UNION_TYPES: Final = {"str", "int", "float", "bool", "dict", "list"}
 _SERVER_LOG: Final = logging.getLogger("uvicorn.error")
@@ -97,6 +99,10 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _MAX_LOGGED_CHARACTERS: Final = 200
 # The key of a request's scope under which the reason of its refusal stands.
 _REFUSAL_REASON: Final = "qsample.reason"
+# The header of an answer that names what its request has and what was ignored.
+_IGNORED_HEADER: Final = "X-Qsample-Ignored"
+# The names of JSON may have any characters, and headers may not.
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def json_bytes(value: Any) -> bytes:
@@ -251,14 +257,10 @@ def _of_validation(problem: Mapping[str, Any], prefix: Sequence[str] = ()) -> Ap
     place = problem["loc"][len(prefix) :]
     path = [str(part) for part in place if not _is_a_type(part)]
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if kind == "unsupported_parameter":  # It is from `requests.Body`.
+    if kind in _FIELD_ERRORS:
         name = ".".join([*path, context["name"]])
         return ApiError(400, f"{name} is {message}", param=name, code=kind)
     name = ".".join(path)
-    if kind == "extra_forbidden":
-        return ApiError(
-            400, f"{name} is not known here; leave it out", param=name, code="unknown_parameter"
-        )
     if not name:
         if kind == "value_error":
             return ApiError(400, message)
@@ -278,6 +280,39 @@ def _is_a_type(part: Any) -> bool:
     return isinstance(part, str) and (not part.replace("_", "").isalnum() or part in _UNION_TYPES)
 
 
+class JsonBody(BaseModel):
+    """The body of a request.
+
+    Attributes:
+        ignored: the names of what the body has and the answer does not depend on: unknown fields,
+            at any depth, and others that an endpoint adds. The answer has them in a header.
+    """
+
+    _ignored: set[str] = PrivateAttr(default_factory=set)
+
+    @property
+    def ignored(self) -> set[str]:
+        return self._ignored
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """A checked body. Its validators find the set `ignored` as the context of validation.
+
+        Raises:
+            pydantic.ValidationError: the body is wrong.
+        """
+        ignored: set[str] = set()
+        body = cls.model_validate(value, context=ignored)
+        body._ignored.update(ignored)
+        return body
+
+
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header that names what was ignored in a request; none if nothing was."""
+    plain_names = sorted({name if _PLAIN_NAME.fullmatch(name) else "other" for name in names})
+    return {_IGNORED_HEADER: ", ".join(plain_names)} if plain_names else {}
+
+
 class JsonRoute(APIRoute):
     """A route that parses long bodies on a thread, so that the event loop goes on, and reports only
     the first error. FastAPI lists all errors, for half a minute if a body of 4 MB has two million.
@@ -288,10 +323,10 @@ class JsonRoute(APIRoute):
         field = self.body_field
         if field is None:
             return handler
-        model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
+        model: type[JsonBody] = field.field_info.annotation  # type: ignore[assignment]
 
         class JsonRequest(Request):
-            async def json(self) -> BaseModel:
+            async def json(self) -> JsonBody:
                 """The checked body, a model that FastAPI passes on unchanged.
 
                 Raises:
@@ -342,13 +377,19 @@ class EventStream(StreamingResponse):
     """Server-sent events that end as soon as the client leaves. Starlette would notice that only
     when it sends."""
 
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        on_end: Callable[[], object],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """
         Args:
             events: the encoded events.
             on_end: a function that is called at the end, also after an error or a cancellation.
+            headers: further headers.
         """
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._on_end = on_end
 
@@ -364,7 +405,7 @@ class EventStream(StreamingResponse):
 _PARSER: Final = ThreadPoolExecutor(1, thread_name_prefix="qsample-json")
 
 
-def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
+def _parsed(body: bytes, model: type[JsonBody]) -> JsonBody:
     """A body as a checked model."""
     if len(body) > _MAX_TEXT_BODY_BYTES:
         structural = sum(map(body.count, _STRUCTURAL_CHARACTERS))
@@ -387,7 +428,7 @@ def _parsed(body: bytes, model: type[BaseModel]) -> BaseModel:
         if collects_garbage:
             gc.enable()
     try:
-        return model.model_validate(content)
+        return model.of(content)
     except ValidationError as error:
         raise _of_validation(error.errors(include_url=False)[0]) from None
 

@@ -28,7 +28,7 @@ from qsample.addons.serve.http import ApiError
 from qsample.errors import shown
 from qsample.images.messages import check_base64, decode_data_url
 from qsample.package.disk.untrusted import open_plain
-from qsample.request.text.chat import IMAGE_TYPES
+from qsample.request.text.conversation import IMAGE_TYPES
 
 # OpenAI's details. Each is read as "auto".
 _DETAILS: Final = ("auto", "low", "high", "original")

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, StrictStr, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from qsample.addons.serve.answers import NamedEvents
@@ -58,10 +67,41 @@ _BLOCK_FIELDS: Final[dict[str, dict[str, type]]] = {
 }
 
 
-def _only_client_tools(tool: Any) -> Any:
+# The beginnings of the types of tools that Anthropic's servers run. A model here cannot call them.
+_HOSTED_TOOLS: Final = (
+    "advisor_",
+    "code_execution_",
+    "mcp_toolset",
+    "tool_search_tool_",
+    "web_fetch_",
+    "web_search_",
+)
+# Claude Code begins its system prompt with a line that differs in each request, for Anthropic's
+# accounting. In a prompt it would spoil the reuse of the beginning.
+_BILLING_LINE: Final = "x-anthropic-billing-header:"
+# The edits of a context that leave out earlier thoughts, which chat templates leave out anyway.
+_EDITS_OF_THOUGHTS: Final = "clear_thinking_"
+
+
+def _client_tools(tools: Any, info: ValidationInfo) -> Any:
+    """The tools that the client runs."""
+    if not isinstance(tools, list):
+        return tools
+    client_tools: list[Any] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind.startswith(_HOSTED_TOOLS):
+            if info.context is not None:
+                info.context.add(f"tools.{kind}")
+        else:
+            client_tools.append(tool)
+    return client_tools
+
+
+def _only_custom_tools(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type", "custom") not in ("custom", None):
         raise ValueError(
-            f"it is of type {tool['type']!r:.60}, and this server runs no tools itself; "
+            f"it is of type {tool['type']!r:.60}, and models here know no tools of Anthropic's; "
             "give a name and an input_schema, and send back what the tool returns"
         )
     return tool
@@ -126,6 +166,8 @@ class Thinking(Body):
 class JsonFormat(Body):
     """The form of an answer."""
 
+    is_strict = True
+
     type: Literal["json_schema"] = Field(description='"json_schema".')
     schema_: dict[str, Any] = Field(
         alias="schema", description="The schema. Answers always follow it."
@@ -141,6 +183,34 @@ class OutputConfig(Body):
     format: JsonFormat | None = Field(default=None, description="The form of the answer.")
 
 
+class ContextEdit(Body):
+    """A cut of the conversation."""
+
+    type: StrictStr = Field(description="Only types that begin with clear_thinking_.")
+
+    @field_validator("type")
+    @classmethod
+    def _only_of_thoughts(cls, kind: str) -> str:
+        if not kind.startswith(_EDITS_OF_THOUGHTS):
+            raise ValueError(
+                "this server cuts no messages; leave the edit out, and send the conversation "
+                "as the model should read it"
+            )
+        return kind
+
+
+class ContextManagement(Body):
+    """How earlier parts of the conversation are cut."""
+
+    edits: Annotated[list[ContextEdit], Field(fail_fast=True)] = Field(
+        default_factory=list,
+        description=(
+            "Cuts of earlier thoughts. Chat templates leave out those that their models should not "
+            "read again, so nothing else is cut."
+        ),
+    )
+
+
 def _messages_of(value: Any) -> list[dict[str, Any]]:
     """Messages with blocks of content as the messages of a chat."""
     if not isinstance(value, list) or not value:
@@ -151,9 +221,27 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
         if role not in _BLOCK_TYPES:
             raise ValueError(f"message {place} has no role; give {', '.join(_BLOCK_TYPES)}")
         owner = f"message {place}"
+        if "content" not in message:
+            raise ValueError(f"{owner} has no content; give a text, or a list of blocks")
         blocks = _blocks_of(message.get("content"), owner, _BLOCK_TYPES[role])
-        messages += _messages_of_blocks(role, blocks, owner)
+        for new in _messages_of_blocks(role, blocks, owner):
+            # Messages of the user that follow each other are a single turn.
+            if messages and messages[-1]["role"] == new["role"] == "user":
+                messages[-1] = _joined(messages[-1], new)
+            else:
+                messages.append(new)
     return messages
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two messages of texts and images as one."""
+    contents = [first["content"], second["content"]]
+    if all(isinstance(content, str) for content in contents):
+        return {**first, "content": "\n".join(contents)}
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**first, "content": parts}
 
 
 def _blocks_of(content: Any, owner: str, known_types: Sequence[str]) -> list[dict[str, Any]]:
@@ -166,6 +254,8 @@ def _blocks_of(content: Any, owner: str, known_types: Sequence[str]) -> list[dic
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    if content is None:
+        return []
     if not isinstance(content, list):
         raise ValueError(f"{owner} has no content; give a text, or a list of blocks")
     for block in content:
@@ -183,8 +273,10 @@ def _blocks_of(content: Any, owner: str, known_types: Sequence[str]) -> list[dic
     return content
 
 
-def _text_of(content: Any, owner: str = "it") -> str:
-    return "\n".join(block["text"] for block in _blocks_of(content, owner, ("text",)))
+def _system_prompt_of(content: Any) -> str:
+    texts = [block["text"] for block in _blocks_of(content, "it", ("text",))]
+    lines = "\n".join(texts).split("\n")
+    return "\n".join(line for line in lines if not line.startswith(_BILLING_LINE))
 
 
 def _messages_of_blocks(
@@ -201,7 +293,7 @@ def _messages_of_blocks(
             case {"type": "text" | "image"}:
                 parts.append(block)
             case {"type": "tool_result", "tool_use_id": call_id}:
-                inner = _blocks_of(block.get("content", ""), owner, ("text", "image"))
+                inner = _blocks_of(block.get("content"), owner, ("text", "image"))
                 content = _content_of(inner, owner)
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"type": "tool_use", "id": call_id, "name": name, "input": arguments}:
@@ -265,12 +357,17 @@ class CountTokensRequest(GenerationRequest):
         )
     )
     system: (
-        Annotated[str, PlainValidator(_text_of, json_schema_input_type=str | list[dict[str, Any]])]
+        Annotated[
+            str,
+            PlainValidator(_system_prompt_of, json_schema_input_type=str | list[dict[str, Any]]),
+        ]
         | None
     ) = Field(default=None, description="A system prompt.")
     tools: (
         Annotated[
-            list[Annotated[MessageTool, BeforeValidator(_only_client_tools)]], Field(fail_fast=True)
+            list[Annotated[MessageTool, BeforeValidator(_only_custom_tools)]],
+            Field(fail_fast=True),
+            BeforeValidator(_client_tools),
         ]
         | None
     ) = Field(default=None, description="Tools that the model may call.")
@@ -280,6 +377,9 @@ class CountTokensRequest(GenerationRequest):
     thinking: Thinking | None = Field(default=None, description="Whether to return thoughts.")
     output_config: OutputConfig | None = Field(
         default=None, description="The effort, and the form of the answer."
+    )
+    context_management: ContextManagement | None = Field(
+        default=None, description="How earlier parts of the conversation are cut."
     )
     stop_sequences: Texts | None = Field(default=None, description="Texts that end the answer.")
     cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED_DESCRIPTION)
@@ -317,7 +417,7 @@ class CountTokensRequest(GenerationRequest):
         template_kwargs = dict(self.chat_template_kwargs or {})
         if disables_thinking:
             template_kwargs.setdefault("enable_thinking", False)
-        return ChatCompletionRequest.model_construct(
+        chat = ChatCompletionRequest.model_construct(
             **fields,
             messages=messages,
             stop=self.stop_sequences,
@@ -332,6 +432,8 @@ class CountTokensRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=template_kwargs,
         )
+        chat._ignored = self._ignored
+        return chat
 
     def _chat_tools(self) -> list[Tool]:
         """The tools as chat completions have them."""

@@ -3,6 +3,7 @@ prefix."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter as Counts
@@ -17,11 +18,24 @@ from prometheus_client.registry import Collector
 from qsample.addons.serve.forms import FormKeeper
 from qsample.addons.serve.models import ServedModel
 from qsample.errors import QsampleError
+from qsample.request.text.chat import UNREAD_WARNINGS
 from qsample.runtime import Request
 
 _LATENCY_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _MODEL_LABEL: Final = "model_name"
+
+
+# Each name is a time series of its own.
+_MAX_IGNORED_NAMES: Final = 100
+_LOG: Final = logging.getLogger("uvicorn.error")
+
+
+def _why_ignored(name: str) -> str:
+    """Why a part of a request is ignored."""
+    if name.startswith("tools."):
+        return "this server runs no tools itself"
+    return UNREAD_WARNINGS.get(name, "it is not known here")
 
 
 class Metrics:
@@ -66,6 +80,12 @@ class Metrics:
             "Answers that had to follow a form, by who kept them to it: graph or host.",
             "keeper",
         )
+        self._ignored = counter(
+            "request_fields_ignored",
+            "Requests with a field that changes nothing here, by the field.",
+            "field",
+        )
+        self._ignored_names: set[str] = set()
         self._images = counter("prompt_images", "Images of prompts.")
         self._image_tokens = counter("prompt_image_tokens", "Prompt tokens that stand for images.")
         self._vision = histogram(
@@ -117,6 +137,22 @@ class Metrics:
         """
         if keeper is not None:
             self._forms.labels(model, keeper).inc(answers)
+
+    def count_ignored(self, model: str, names: Iterable[str]) -> None:
+        """Count the fields of a request that were ignored, and log each name once.
+
+        Args:
+            model: the served name of the package.
+            names: the names. Clients choose them, so all but the first are counted as "other".
+        """
+        for name in names:
+            if name not in self._ignored_names:
+                if len(self._ignored_names) >= _MAX_IGNORED_NAMES:
+                    name = "other"
+                else:
+                    self._ignored_names.add(name)
+                    _LOG.warning("%s of requests is ignored; %s", ascii(name), _why_ignored(name))
+            self._ignored.labels(model, name).inc()
 
     def count_images(self, model: str, tokens: Sequence[int], seconds: float) -> None:
         """Count the images of a prompt.

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -35,7 +35,8 @@ from qsample.request.grammar import Form
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.request.structured.automaton import Thoughts
 from qsample.request.structured.grammars import Wish
-from qsample.request.text.chat import ChatOptions, compile_template
+from qsample.request.text.chat import ChatOptions
+from qsample.request.text.jinja_template import compile_template
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
@@ -468,11 +469,22 @@ class ServedModel:
                 code="context_length_exceeded",
             )
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions,
+        on_unread: Callable[[str], object],
+    ) -> str:
         """The text of a conversation.
 
         OpenAI's role "developer" becomes "system" for a template that does not know it, as OpenAI
         does for its earlier models.
+
+        Args:
+            messages: the conversation.
+            options: the options of the template.
+            on_unread: a function that is called with the name of each thing that the template does
+                not print, as in `Tokenizer.render_chat`.
 
         Raises:
             ValueError: as in `Tokenizer.render_chat`.
@@ -481,7 +493,7 @@ class ServedModel:
             source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
             if "developer" not in source:
                 messages = [_without_developer(message) for message in messages]
-        return self.tokenizer.render_chat(messages, options)
+        return self.tokenizer.render_chat(messages, options, on_unread)
 
     @property
     def reads_images(self) -> bool:

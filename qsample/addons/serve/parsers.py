@@ -634,28 +634,3 @@ def _value_of_text(text: str) -> Any:
     except ValueError:
         constants = {"True": True, "False": False, "None": None}
         return constants.get(text.strip(), text)
-
-
-def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A chat message whose calls have objects as arguments, as templates take them. In OpenAI's
-    API, arguments are texts. Texts that are not JSON objects stay."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    text = function.get("arguments")
-    if not isinstance(text, str):
-        return call
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -84,7 +84,8 @@ RESPONSES: Final[Refusals] = {
     **refusals("background_options moderation access_programs", _LEAVE_OUT),
     "prompt": Refusal("no prompts are stored here; give instructions and input"),
     "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
-    "truncation": Refusal(_CUT_THE_INPUT, ("disabled",)),
+    # "auto" cuts an input that is too long. Here such an input is an error with either value.
+    "truncation": Refusal(_CUT_THE_INPUT, ("disabled", "auto")),
     "context_management": Refusal(_CUT_THE_INPUT, ([],)),
     "image": Refusal("give input_image in the content of a message"),
     "messages": Refusal("give input"),
@@ -97,7 +98,6 @@ RESPONSES: Final[Refusals] = {
 MESSAGES: Final[Refusals] = {
     **_COMMON,
     **refusals("container mcp_servers", "this server runs no tools itself; leave it out", []),
-    "context_management": Refusal(_CUT_THE_INPUT, ({}, {"edits": []})),
     **refusals("diagnostics inference_geo user_profile_id workspace_id", _LEAVE_OUT),
     "speed": Refusal(_LEAVE_OUT, ("standard",)),
     **refusals("n best_of", "send a request for each answer", 1),

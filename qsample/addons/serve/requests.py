@@ -6,14 +6,15 @@ Clients read the descriptions of the fields in /openapi.json and /docs.
 
 from __future__ import annotations
 
+import difflib
 import math
 import secrets
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
     ConfigDict,
     Field,
     PlainValidator,
@@ -21,13 +22,14 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from qsample.addons.serve.http import ApiError
+from qsample.addons.serve.http import ApiError, JsonBody
 from qsample.addons.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.request.grammar import Form
@@ -58,6 +60,11 @@ MAX_NAME_CHARACTERS: Final = 256
 MAX_PATH_CHARACTERS: Final = 4096
 # pydantic records an error for each unknown field of an object.
 MAX_FIELDS_OF_AN_OBJECT: Final = 256
+# The limit of the different unknown fields of a request.
+MAX_IGNORED_NAMES: Final = 64
+# The similarity from which an unknown name is a misspelled name: temprature and temperature have
+# 0.95, max_token and max_tokens 0.95, client_metadata and metadata 0.70.
+_LEAST_SIMILARITY: Final = 0.8
 _FIELDS_WITH_THE_SAME_NAME: Final = (
     "temperature",
     "top_k",
@@ -88,15 +95,21 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Penalty = Annotated[Number, Field(ge=1e-6, le=1e6)]
 
 
-class Body(BaseModel):
-    """A JSON object without unknown fields, NaN and infinities."""
+class Body(JsonBody):
+    """A JSON object without NaN and infinities.
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    Fields that are unknown here are ignored, because clients send more of them with each release.
+    An unknown field whose name is nearly that of a known field is a mistake, and an error.
+    """
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
     refusals: ClassVar[Refusals] = {}
+    # Whether any field changes the answer, so that unknown fields are errors.
+    is_strict: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls_and_refusals(cls, value: Any) -> Any:
+    def _without_nulls_and_refusals(cls, value: Any, info: ValidationInfo) -> Any:
         """A field that is null counts as left out, even if it is unknown: clients write out fields
         that they do not use."""
         if not isinstance(value, dict):
@@ -105,20 +118,64 @@ class Body(BaseModel):
             raise ValueError(
                 f"an object has {len(value)} fields; give at most {MAX_FIELDS_OF_AN_OBJECT}"
             )
+        known = cls._fields_by_name()
+        names_of_fields: dict[str, str] = {}
         given: dict[str, Any] = {}
         for name, content in value.items():
             if content is None:
                 continue
             refusal = cls.refusals.get(name)
-            if refusal is None:
-                given[name] = content
-            elif refusal.applies_to(content):
-                raise PydanticCustomError(
-                    "unsupported_parameter",
-                    "not done here; {instead}",
-                    {"name": name, "instead": refusal.instead},
-                )
+            if refusal is not None:
+                if refusal.applies_to(content):
+                    raise _field_error(
+                        "unsupported_parameter", name, f"not done here; {refusal.instead}"
+                    )
+                continue
+            if name not in known:
+                cls._ignore(name, info)
+                continue
+            other = names_of_fields.setdefault(known[name], name)
+            if other != name:
+                raise _field_error("duplicate_parameter", name, f"the same as {other}; give either")
+            given[name] = content
         return given
+
+    @classmethod
+    @cache
+    def _fields_by_name(cls) -> Mapping[str, str]:
+        """The field of each name that JSON may have."""
+        fields: dict[str, str] = {}
+        for field, info in cls.model_fields.items():
+            alias = info.validation_alias
+            names = alias.choices if isinstance(alias, AliasChoices) else [info.alias or field]
+            fields.update((str(name), field) for name in names)
+        return fields
+
+    @classmethod
+    def _ignore(cls, name: str, info: ValidationInfo) -> None:
+        """Note that an unknown field is ignored."""
+        ignored = set() if info.context is None else info.context
+        if name in ignored and not cls.is_strict:
+            return
+        known = [*cls._fields_by_name(), *cls.refusals]
+        close = difflib.get_close_matches(name, known, 1, _LEAST_SIMILARITY)
+        if close:
+            remedy = f"did you mean {close[0]!r}?"
+            raise _field_error("unknown_parameter", name, f"not known here; {remedy}")
+        if cls.is_strict:
+            raise _field_error("unknown_parameter", name, "not known here; leave it out")
+        # Comparing names takes time.
+        if len(ignored) >= MAX_IGNORED_NAMES:
+            raise ValueError(
+                f"a request has more than {MAX_IGNORED_NAMES} fields that are not known here; "
+                "give those of /docs"
+            )
+        ignored.add(name)
+
+
+def _field_error(code: str, name: str, problem: str) -> PydanticCustomError:
+    """An error of a field by name, see `http._of_validation`."""
+    return PydanticCustomError(code, "{problem}", {"name": name, "problem": problem})  # type: ignore[arg-type]
 
 
 def config_with_example(**fields: Any) -> ConfigDict:
@@ -141,6 +198,8 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     """A JSON schema."""
 
+    is_strict = True
+
     name: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
     description: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
     schema_: dict[str, Any] | StrictBool = Field(
@@ -153,6 +212,8 @@ class JsonSchema(Body):
 
 class ResponseFormat(Body):
     """The form of an answer."""
+
+    is_strict = True
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="Any text, a JSON object, or JSON that follows a schema."
@@ -168,6 +229,8 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     """The form of an answer in vLLM's words. Only one field may be given."""
+
+    is_strict = True
 
     refusals = STRUCTURED_OUTPUTS
 

@@ -20,11 +20,13 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
+    ValidationInfo,
     model_validator,
 )
 
 from qsample.addons.serve.answers import NamedEvents
 from qsample.addons.serve.chats import (
+    NAME_PATTERN,
     PARALLEL_CALLS_DESCRIPTION,
     TEMPLATE_DESCRIPTION,
     TEMPLATE_KWARGS_DESCRIPTION,
@@ -50,25 +52,34 @@ from qsample.addons.serve.requests import (
     GenerationRequest,
     JsonSchema,
     ResponseFormat,
+    Texts,
     config_with_example,
 )
 from qsample.request.sampling_params import SamplingParams
+from qsample.request.text.conversation import TEXT_FIELDS
 from qsample.runtime import Delta, RequestOutput
 
 _LOGPROBS_OPTION: Final = "message.output_text.logprobs"
 _ROLES: Final = ("user", "assistant", "system", "developer")
-# The type of a part → the field with its text.
-_TEXT_FIELDS: Final = {
-    "input_text": "text",
-    "output_text": "text",
-    "text": "text",
-    "refusal": "refusal",
-}
 # The type of an item → the type of its part.
 _PART_TYPES: Final = {"reasoning": "reasoning_text", "message": "output_text"}
 _CALL: Final = "function_call"
 
 _RETURNED_DESCRIPTION: Final = "Returned with the answer, and not used."
+
+
+# Tools that OpenAI's servers run. A model here cannot call them.
+_HOSTED_TOOLS: Final = (
+    "code_interpreter",
+    "file_search",
+    "image_generation",
+    "mcp",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+)
+_NAMESPACE_SEPARATOR: Final = "__"
 
 
 def _only_functions(tool: Any) -> Any:
@@ -80,13 +91,55 @@ def _only_functions(tool: Any) -> Any:
     return tool
 
 
-class FunctionTool(Function):
+def _client_tools(tools: Any, info: ValidationInfo) -> Any:
+    """The tools that the client runs. The functions of a namespace get its name, too."""
+    if not isinstance(tools, list):
+        return tools
+    functions: list[Any] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in _HOSTED_TOOLS:
+            if info.context is not None:
+                info.context.add(f"tools.{kind}")
+        elif kind == "namespace" and isinstance(tool.get("tools"), list):
+            functions += [_in_namespace(inner, tool.get("name")) for inner in tool["tools"]]
+        else:
+            functions.append(tool)
+    return functions
+
+
+def _in_namespace(tool: Any, namespace: Any) -> Any:
+    return {**tool, "namespace": namespace} if isinstance(tool, dict) else tool
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """The name of a function for the model, which knows no namespaces."""
+    if not namespace:
+        return name
+    return f"{namespace.removesuffix(_NAMESPACE_SEPARATOR)}{_NAMESPACE_SEPARATOR}{name}"
+
+
+class _InNamespace(Body):
+    """A function that may be in a namespace."""
+
+    name: StrictStr
+    namespace: Annotated[StrictStr, Field(pattern=NAME_PATTERN)] | None = Field(
+        default=None, description="The namespace of the function, which its calls have, too."
+    )
+
+    @property
+    def full_name(self) -> str:
+        """The name by which the model calls the function."""
+        return _full_name(self.namespace, self.name)
+
+
+class FunctionTool(Function, _InNamespace):
     """A function that the model may call, in one object."""
 
     type: Literal["function"] = Field(description='"function".')
 
 
-class NamedFunctionTool(NamedFunction):
+class NamedFunctionTool(NamedFunction, _InNamespace):
     """The function that has to be called."""
 
     type: Literal["function"] = Field(description='"function".')
@@ -94,6 +147,8 @@ class NamedFunctionTool(NamedFunction):
 
 class TextFormat(Body):
     """The form of an answer, in one object."""
+
+    is_strict = True
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         default="text", description="Any text, a JSON object, or JSON that follows a schema."
@@ -119,8 +174,8 @@ class Reasoning(Body):
     effort: StrictStr | None = Field(
         default=None, description="The effort, for chat templates that read it."
     )
-    summary: Literal["auto"] | None = Field(default=None, description='Only "auto".')
-    generate_summary: Literal["auto"] | None = Field(default=None, description='Only "auto".')
+    summary: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    generate_summary: StrictStr | None = Field(default=None, description=IGNORED_DESCRIPTION)
 
 
 def _messages_of(value: Any) -> list[dict[str, Any]]:
@@ -185,7 +240,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: in
         "id": _string(item, "call_id", place),
         "type": "function",
         "function": {
-            "name": _string(item, "name", place),
+            "name": _full_name(item.get("namespace"), _string(item, "name", place)),
             "arguments": _string(item, "arguments", place),
         },
     }
@@ -203,14 +258,16 @@ def _result_of(item: Mapping[str, Any], place: int) -> dict[str, Any]:
 def _content_of(content: Any, place: int) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
+    if content is None:
+        return ""
     if not isinstance(content, list):
         raise ValueError(f"item {place} has no content; give a text, or a list of parts")
     if not any(_is_image(part) for part in content):
-        return "\n".join(_text_of(part, place, _TEXT_FIELDS) for part in content)
+        return "\n".join(_text_of(part, place, TEXT_FIELDS) for part in content)
     return [
         _image_of(part, place)
         if _is_image(part)
-        else {"type": "text", "text": _text_of(part, place, _TEXT_FIELDS)}
+        else {"type": "text", "text": _text_of(part, place, TEXT_FIELDS)}
         for part in content
     ]
 
@@ -253,7 +310,6 @@ def _string(item: Mapping[str, Any], name: str, place: int) -> str:
 
 
 _Function = Annotated[FunctionTool, BeforeValidator(_only_functions)]
-_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class ResponsesRequest(GenerationRequest):
@@ -273,9 +329,9 @@ class ResponsesRequest(GenerationRequest):
         default=None, description="The largest number of tokens of the answer."
     )
     text: TextOptions | None = Field(default=None, description="How the text is written.")
-    tools: Annotated[list[_Function], Field(fail_fast=True)] | None = Field(
-        default=None, description=TOOLS_DESCRIPTION
-    )
+    tools: (
+        Annotated[list[_Function], Field(fail_fast=True), BeforeValidator(_client_tools)] | None
+    ) = Field(default=None, description=TOOLS_DESCRIPTION)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool | None,
         BeforeValidator(_only_functions),
@@ -283,8 +339,12 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: StrictBool | None = Field(
         default=None, description=PARALLEL_CALLS_DESCRIPTION
     )
-    include: Annotated[list[_Included], Field(fail_fast=True)] | None = Field(
-        default=None, description="What to return besides the answer."
+    include: Texts | None = Field(
+        default=None,
+        description=(
+            "What to return besides the answer: message.output_text.logprobs. OpenAI's other values "
+            "ask for things that answers here do not have."
+        ),
     )
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = Field(
         default=None, description=TOP_LOGPROBS_DESCRIPTION
@@ -325,14 +385,15 @@ class ResponsesRequest(GenerationRequest):
         messages = list(self.input)
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        tools = [
-            Tool(function=Function.model_construct(**tool.model_dump(exclude={"type"})))
-            for tool in self.tools or []
-        ]
+        tools = []
+        for tool in self.tools or []:
+            fields_of_tool = tool.model_dump(exclude={"type", "namespace", "name"})
+            function = Function.model_construct(name=tool.full_name, **fields_of_tool)
+            tools.append(Tool(function=function))
         tool_choice: Any = self.tool_choice
         if isinstance(tool_choice, NamedFunctionTool):
-            tool_choice = NamedTool(function=NamedFunction(name=tool_choice.name))
-        return ChatCompletionRequest.model_construct(
+            tool_choice = NamedTool(function=NamedFunction(name=tool_choice.full_name))
+        chat = ChatCompletionRequest.model_construct(
             **fields,
             messages=messages,
             max_completion_tokens=self.max_output_tokens,
@@ -347,6 +408,8 @@ class ResponsesRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
         )
+        chat._ignored = self._ignored
+        return chat
 
     def _response_format(self) -> ResponseFormat | None:
         """The form of the answer, as chat completions have it."""
@@ -372,9 +435,10 @@ class ResponsesRequest(GenerationRequest):
             text_format = {"type": text.format.type}
         tool_choice: Any = self.tool_choice or "auto"
         if isinstance(tool_choice, NamedFunctionTool):
-            tool_choice = tool_choice.model_dump()
+            tool_choice = tool_choice.model_dump(exclude_none=True)
         tools = [
-            {"strict": None, "parameters": None, **tool.model_dump()} for tool in self.tools or []
+            {"strict": None, "parameters": None, **tool.model_dump(exclude={"namespace"})}
+            for tool in self.tools or []
         ]
         effort = None if self.reasoning is None else self.reasoning.effort
         return {
@@ -418,6 +482,11 @@ class ResponseChoice(ChatChoice):
         """response: the fields of the whole answer that its request decides."""
         super().__init__(0, model, body.chat, prompt, form)
         self._response = response
+        # A call has the names of its function and of the function's namespace apart.
+        self._names_of_functions = {
+            tool.full_name: tool.model_dump(include={"name", "namespace"}, exclude_none=True)
+            for tool in body.tools or []
+        }
         self._items: list[dict[str, Any]] = []
         # The last item is open while it has a type here and its pieces are collected.
         self._open_type: str | None = None
@@ -589,7 +658,7 @@ class ResponseChoice(ChatChoice):
                 "type": _CALL,
                 "status": "in_progress",
                 "call_id": call["id"],
-                "name": function["name"],
+                **self._names_of_functions.get(function["name"], {"name": function["name"]}),
                 "arguments": "",
             }
             events.append(self._add_item(item))

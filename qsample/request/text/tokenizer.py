@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from qsample.errors import PackageError, shown
 from qsample.package.package import Package
 from qsample.request.refusals import APPLY_CHAT_TEMPLATE, without_refused
-from qsample.request.text.chat import ChatOptions, ChatTemplates
+from qsample.request.text.chat import ChatOptions, ChatTemplates, warn_of_unread
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 # A text of more characters, or of more tokens, takes long. So it is encoded and decoded as a batch
@@ -189,10 +189,25 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        on_unread: Callable[[str], object] = warn_of_unread,
     ) -> str:
-        """The text of a conversation. Raises ValueError, as `encode_chat` does."""
-        return self._chat_templates.render(messages, options)
+        """The text of a conversation.
+
+        Args:
+            messages: the conversation.
+            options: the options of the template.
+            on_unread: a function that is called with the name of each thing that was given and that
+                the template does not print, see `ChatTemplates.unread`. By default it warns.
+
+        Raises ValueError, as `encode_chat` does.
+        """
+        text = self._chat_templates.render(messages, options)
+        for name in self._chat_templates.unread(messages, options):
+            on_unread(name)
+        return text
 
     def characters_per_token(self) -> int | None:
         """The most characters of a text that a single token can stand for; None if there is no such
@@ -259,7 +274,7 @@ class Tokenizer:
             and isinstance(conversation[0], list | tuple)
         )
         chats = conversation if is_batch else [conversation]
-        texts = [self._chat_templates.render(chat, options) for chat in chats]
+        texts = [self.render_chat(chat, options) for chat in chats]
         if not tokenize:
             return texts if is_batch else texts[0]
         rows = [self.encode(text, add_special_tokens=False) for text in texts]

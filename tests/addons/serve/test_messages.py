@@ -178,7 +178,7 @@ def test_tokens_are_counted_and_forms_followed(client: Any, server: ServerProces
 def test_errors_are_the_clients_own(client: Any) -> None:
     anthropic: Any = pytest.importorskip("anthropic")
     image = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
-    search = {"type": "web_search_20250305", "name": "web_search"}
+    bash = {"type": "bash_20250124", "name": "bash"}
     for fields, kind, text in (
         ({"model": "large"}, "NotFoundError", "the model 'large' does not exist here"),
         (
@@ -186,7 +186,7 @@ def test_errors_are_the_clients_own(client: Any) -> None:
             "BadRequestError",
             "the model 'tiny' reads text only",
         ),
-        ({"tools": [search]}, "BadRequestError", "this server runs no tools itself"),
+        ({"tools": [bash]}, "BadRequestError", "models here know no tools of Anthropic's"),
         (
             {"messages": [{"role": "user", "content": "and " * 5000}]},
             "BadRequestError",
@@ -369,7 +369,7 @@ def test_a_request_is_a_chat() -> None:
         ({"tool_choice": {"type": "any"}}, "the request has no tools"),
         ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "give a name"),
         ({"stop_sequences": ["x"] * 65}, "it has 65 strings"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "cut the input yourself"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "this server cuts no messages"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             request(**wrong)

@@ -16,7 +16,6 @@ from qsample.addons.serve.parsers import (
     find_reasoning_format,
     find_tool_format,
     joined_calls,
-    with_objects,
 )
 
 TOOLS: dict[str, Any] = {
@@ -289,22 +288,6 @@ def test_calls_that_were_demanded(
 ) -> None:
     for size in (1, 5, 1000):
         assert put(DemandedCalls(name, TOOLS), text, size) == ("", calls)
-
-
-def test_arguments_become_objects_for_templates() -> None:
-    def call(arguments: object) -> dict[str, Any]:
-        return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-
-    plain: dict[str, Any] = {"role": "assistant", "content": "hm"}
-    for message in (
-        plain,
-        plain | {"tool_calls": None},
-        plain | {"tool_calls": [1, {"function": 2}, call(3)]},
-    ):
-        assert with_objects(message) == message
-    given = [call('{"a": 1}'), call(""), call("[1]"), call('{"a"'), call({"b": 2})]
-    changed = [call({"a": 1}), call({}), call("[1]"), call('{"a"'), call({"b": 2})]
-    assert with_objects(plain | {"tool_calls": given}) == plain | {"tool_calls": changed}
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def test_filters_reach_the_graph(
         twice = client.post(
             PATHS[kind], json=GOOD[kind] | {"repeat_penalty": 1.5, "repetition_penalty": 1.5}
         )
-        assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repeat_penalty")
+        assert (twice.status_code, twice.json()["error"]["param"]) == (400, "repetition_penalty")
 
 
 @pytest.mark.slow
