@@ -41,6 +41,7 @@ from qsample.addons.serve.requests import (
     Body,
     Count,
     GenerationRequest,
+    Ignored,
     JsonSchema,
     ResponseFormat,
     Texts,
@@ -64,7 +65,11 @@ _BLOCK_FIELDS: Final[dict[str, dict[str, type]]] = {
     "redacted_thinking": {},
     "tool_use": {"id": str, "name": str, "input": dict},
     "tool_result": {"tool_use_id": str},
+    "tool_reference": {"tool_name": str},
 }
+# The types of blocks that the result of a tool may have. A client that searches tools itself, and
+# marks them with defer_loading, answers with references; here the model knows all of them already.
+_RESULT_TYPES: Final = ("text", "image", "tool_reference")
 
 
 # The beginnings of the types of tools that Anthropic's servers run. A model here cannot call them.
@@ -158,8 +163,8 @@ class Thinking(Body):
         default=None,
         description="The largest number of tokens of the thoughts, if the server splits them off.",
     )
-    display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description='"omitted" drops the thoughts.'
+    display: StrictStr | None = Field(
+        default=None, description='"omitted" drops the thoughts; other values change nothing.'
     )
 
 
@@ -224,24 +229,8 @@ def _messages_of(value: Any) -> list[dict[str, Any]]:
         if "content" not in message:
             raise ValueError(f"{owner} has no content; give a text, or a list of blocks")
         blocks = _blocks_of(message.get("content"), owner, _BLOCK_TYPES[role])
-        for new in _messages_of_blocks(role, blocks, owner):
-            # Messages of the user that follow each other are a single turn.
-            if messages and messages[-1]["role"] == new["role"] == "user":
-                messages[-1] = _joined(messages[-1], new)
-            else:
-                messages.append(new)
+        messages += _messages_of_blocks(role, blocks, owner)
     return messages
-
-
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two messages of texts and images as one."""
-    contents = [first["content"], second["content"]]
-    if all(isinstance(content, str) for content in contents):
-        return {**first, "content": "\n".join(contents)}
-    parts: list[Any] = []
-    for content in contents:
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**first, "content": parts}
 
 
 def _blocks_of(content: Any, owner: str, known_types: Sequence[str]) -> list[dict[str, Any]]:
@@ -293,7 +282,7 @@ def _messages_of_blocks(
             case {"type": "text" | "image"}:
                 parts.append(block)
             case {"type": "tool_result", "tool_use_id": call_id}:
-                inner = _blocks_of(block.get("content"), owner, ("text", "image"))
+                inner = _blocks_of(block.get("content"), owner, _RESULT_TYPES)
                 content = _content_of(inner, owner)
                 results.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"type": "tool_use", "id": call_id, "name": name, "input": arguments}:
@@ -314,16 +303,17 @@ def _messages_of_blocks(
 
 
 def _content_of(blocks: list[dict[str, Any]], owner: str) -> str | list[dict[str, Any]]:
-    """Blocks of text and images as the content of a chat's message."""
-    if all(block["type"] == "text" for block in blocks):
-        return "\n".join(block["text"] for block in blocks)
+    """Blocks of text, images and references as the content of a chat's message."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
-        if block["type"] == "text":
-            parts.append({"type": "text", "text": block["text"]})
-        else:
-            image_url = {"url": _address_of(block["source"], owner)}
-            parts.append({"type": "image_url", "image_url": image_url})
+        match block:
+            case {"type": "image", "source": source}:
+                image_url = {"url": _address_of(source, owner)}
+                parts.append({"type": "image_url", "image_url": image_url})
+            case {"text": text} | {"tool_name": text}:
+                parts.append({"type": "text", "text": text})
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
     return parts
 
 
@@ -383,6 +373,11 @@ class CountTokensRequest(GenerationRequest):
     )
     stop_sequences: Texts | None = Field(default=None, description="Texts that end the answer.")
     cache_control: dict[str, Any] | None = Field(default=None, description=IGNORED_DESCRIPTION)
+    diagnostics: Ignored = None
+    inference_geo: Ignored = None
+    speed: Ignored = None
+    user_profile_id: Ignored = None
+    workspace_id: Ignored = None
     chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description=TEMPLATE_KWARGS_DESCRIPTION

@@ -25,6 +25,7 @@ from qsample.addons.serve.parsers import (
     find_tool_format,
 )
 from qsample.addons.serve.requests import GenerationRequest
+from qsample.addons.serve.roles import rewritings
 from qsample.addons.serve.settings import ServeSettings
 from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.images.decode import ImageLimits, read_size
@@ -475,10 +476,7 @@ class ServedModel:
         options: ChatOptions,
         on_unread: Callable[[str], object],
     ) -> str:
-        """The text of a conversation.
-
-        OpenAI's role "developer" becomes "system" for a template that does not know it, as OpenAI
-        does for its earlier models.
+        """The text of a conversation, in other roles if the template refuses those of the messages.
 
         Args:
             messages: the conversation.
@@ -489,11 +487,20 @@ class ServedModel:
         Raises:
             ValueError: as in `Tokenizer.render_chat`.
         """
-        if any(message.get("role") == "developer" for message in messages):
-            source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
-            if "developer" not in source:
-                messages = [_without_developer(message) for message in messages]
-        return self.tokenizer.render_chat(messages, options, on_unread)
+        refusal: ValueError | None = None
+        for rewriting in rewritings(messages, self._knows_developer(options)):
+            try:
+                return self.tokenizer.render_chat(rewriting, options, on_unread)
+            except ValueError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _knows_developer(self, options: ChatOptions) -> bool:
+        """Whether the template has a word for OpenAI's role "developer"; without one, it may drop
+        the message in silence."""
+        source = self.tokenizer.get_chat_template(options.chat_template, tools=options.tools)
+        return "developer" in source
 
     @property
     def reads_images(self) -> bool:
@@ -734,12 +741,6 @@ def _has_only_files_below(folder: Path, root: Path) -> bool:
     if leads_out(folder, [root]) or os.path.samefile(folder, root):
         return False
     return all(file.is_file() and not leads_out(file, [root]) for file in files)
-
-
-def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if message.get("role") == "developer":
-        return {**message, "role": "system"}
-    return message
 
 
 def without_feature(name: str, *, param: str | None = None, purpose: str = "") -> ApiError:

@@ -83,7 +83,6 @@ RESPONSES: Final[Refusals] = {
     ),
     **refusals("background_options moderation access_programs", _LEAVE_OUT),
     "prompt": Refusal("no prompts are stored here; give instructions and input"),
-    "max_tool_calls": Refusal("this server runs no tools itself; leave it out"),
     # "auto" cuts an input that is too long. Here such an input is an error with either value.
     "truncation": Refusal(_CUT_THE_INPUT, ("disabled", "auto")),
     "context_management": Refusal(_CUT_THE_INPUT, ([],)),
@@ -98,8 +97,6 @@ RESPONSES: Final[Refusals] = {
 MESSAGES: Final[Refusals] = {
     **_COMMON,
     **refusals("container mcp_servers", "this server runs no tools itself; leave it out", []),
-    **refusals("diagnostics inference_geo user_profile_id workspace_id", _LEAVE_OUT),
-    "speed": Refusal(_LEAVE_OUT, ("standard",)),
     **refusals("n best_of", "send a request for each answer", 1),
     "stop": Refusal("give stop_sequences", ([],)),
     **refusals("thinking_token_budget thinking_budget_tokens", "give thinking.budget_tokens", -1),
@@ -108,7 +105,6 @@ MESSAGES: Final[Refusals] = {
 }
 MESSAGE_TOOL: Final[Refusals] = {
     "allowed_callers": Refusal("only the model calls tools; leave it out", (["direct"],)),
-    "defer_loading": Refusal("the model sees all tools; leave it out", (False,)),
 }
 STRUCTURED_OUTPUTS: Final[Refusals] = {
     # llguidance has no fallback, and blanks are always those of json.dumps.

@@ -89,6 +89,8 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=MAX_TOKENS)]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_TOKENS)]
 # Validation of a list ends with its first error: recording each of a million errors takes seconds,
 # and the answer shows only the first.
+# A field of any value that changes no answer here.
+Ignored = Annotated[Any, Field(description=IGNORED_DESCRIPTION)]
 Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Outside of this range, a logit times or divided by the penalty may overflow float32.

@@ -50,6 +50,7 @@ from qsample.addons.serve.requests import (
     Body,
     Count,
     GenerationRequest,
+    Ignored,
     JsonSchema,
     ResponseFormat,
     Texts,
@@ -350,6 +351,7 @@ class ResponsesRequest(GenerationRequest):
         default=None, description=TOP_LOGPROBS_DESCRIPTION
     )
     reasoning: Reasoning | None = Field(default=None, description="How the model thinks.")
+    max_tool_calls: Ignored = None
     thinking_token_budget: ThinkingBudget = None
     chat_template: StrictStr | None = Field(default=None, description=TEMPLATE_DESCRIPTION)
     chat_template_kwargs: dict[str, Any] | None = Field(

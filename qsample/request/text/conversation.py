@@ -35,7 +35,7 @@ def check_messages(messages: Any, text_only: str | None = None) -> list[dict[str
     calls, with reasoning under each of its names, with {"type": "text"} for each text of a part, and
     with {"type": "image"} for each image.
 
-    A content that has no parts, or is None, is "". An assistant's message may lack a content.
+    A content without a text is "", whether it is None, has no parts or empty ones. An assistant's message may lack a content.
 
     Args:
         messages: the conversation.
@@ -82,7 +82,8 @@ def _content(what: str, role: str, content: Any, text_only: str | None) -> Any:
     )
     if has_parts:
         parts = [_part(what, part, text_only) for part in content]
-        return parts if parts or role not in _TEXT_ROLES else ""
+        says_nothing = all(part.get("text") == "" for part in parts)
+        return "" if says_nothing and role in _TEXT_ROLES else parts
     if isinstance(content, str) or role not in _TEXT_ROLES:
         return content
     raise ValueError(

@@ -20,7 +20,6 @@ from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
 from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
 from qsample.request.grammar import Form
-from qsample.request.text.chat import ChatOptions
 from qsample.request.text.tokenizer import Tokenizer
 from tests.helpers.fake_package import fake_package
 
@@ -59,18 +58,6 @@ def test_a_chat_template_by_name_or_as_text(
     with served(package, chat_template=template) as model:
         ids = model.tokenizer.encode_chat([{"role": "user", "content": "hello"}])
         assert model.tokenizer.decode(ids) == prompt
-
-
-def test_developer_messages_are_system_messages_for_templates_that_do_not_know_them(
-    package: Path,
-) -> None:
-    with served(package) as model:
-        for template, text in (
-            ("{{ messages[0].role }}", "system"),
-            ("{{ messages[0].role }}{# developer #}", "developer"),
-        ):
-            options = ChatOptions(chat_template=template)
-            assert model.render_chat([{"role": "developer", "content": "hello"}], options) == text
 
 
 @pytest.mark.parametrize(
