@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -29,6 +29,9 @@ _MASK_WORD_BITS: Final = 32
 
 class Answers:
     """The answers to an HTTP request, ordered by prompt."""
+
+    # What a stream sends while no token comes: a comment of server-sent events.
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
 
     def __init__(
         self,

@@ -584,7 +584,7 @@ def _docs_folder() -> Path | None:
 async def _response(answers: Answers, body: GenerationRequest) -> Response:
     headers = ignored_header(body.ignored)
     if body.stream:
-        return EventStream(answers.events(), answers.cancel, headers)
+        return EventStream(answers.events(), answers.cancel, headers, answers.keep_alive)
     return json_response(await answers.whole(), headers=headers)
 
 

@@ -97,6 +97,8 @@ _MAX_BODIES_IN_MEMORY: Final = 16
 _STRUCTURAL_CHARACTERS: Final = (b",", b"[", b"{", b"\\")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _MAX_LOGGED_CHARACTERS: Final = 200
+# The seconds without an event after which a stream shows that it is alive.
+KEEP_ALIVE_S = 15.0
 # The key of a request's scope under which the reason of its refusal stands.
 _REFUSAL_REASON: Final = "qsample.reason"
 # The header of an answer that names what its request has and what was ignored.
@@ -381,24 +383,50 @@ class EventStream(StreamingResponse):
         self,
         events: AsyncIterator[bytes],
         on_end: Callable[[], object],
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str],
+        keep_alive: bytes,
     ) -> None:
         """
         Args:
             events: the encoded events.
             on_end: a function that is called at the end, also after an error or a cancellation.
             headers: further headers.
+            keep_alive: an event, or a comment, that is sent after `KEEP_ALIVE_S` seconds without an
+                event: reading a long prompt takes minutes, and clients and proxies give up on
+                silent connections.
         """
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._on_end = on_end
+        self._keep_alive = keep_alive
+        # None before the first event, while one is sent, and after the last.
+        self._last_event_time: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            self._last_event_time = None
+            await send(message)
+            if message.get("more_body"):
+                self._last_event_time = time.monotonic()
+
+        keeper = asyncio.create_task(self._keep_alive_with(send))
         try:
             with suppress(OSError):  # The client has left.
-                await while_connected(receive, self.stream_response(send))
+                await while_connected(receive, self.stream_response(send_and_note))
         finally:
+            keeper.cancel()
             self._on_end()
+
+    async def _keep_alive_with(self, send: Send) -> None:
+        """Send a sign of life whenever no event has been sent for a while. Each event is a message
+        of its own, so it comes between two events."""
+        filler = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+        with suppress(OSError):
+            while True:
+                await asyncio.sleep(KEEP_ALIVE_S)
+                last_time = self._last_event_time
+                if last_time is not None and time.monotonic() - last_time >= KEEP_ALIVE_S:
+                    await send(filler)
 
 
 # The thread starts with the first body.

@@ -620,6 +620,9 @@ def _input_of(arguments: str) -> dict[str, Any]:
 class MessageAnswers(NamedEvents):
     """The answer to a request of `/v1/messages`."""
 
+    # Clients count the events of this API only, and give up on a stream without any.
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
     def __init__(
         self,
         model: ServedModel,

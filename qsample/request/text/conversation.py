@@ -35,7 +35,8 @@ def check_messages(messages: Any, text_only: str | None = None) -> list[dict[str
     calls, with reasoning under each of its names, with {"type": "text"} for each text of a part, and
     with {"type": "image"} for each image.
 
-    A content without a text is "", whether it is None, has no parts or empty ones. An assistant's message may lack a content.
+    A content without a text is "", whether it is None, has no parts or empty ones. An assistant's
+    message may lack a content.
 
     Args:
         messages: the conversation.

@@ -282,7 +282,7 @@ def test_a_client_that_leaves(stream: bool, several: bool) -> None:
 
         answers = await Play(completion(n=1 + several), *requests).start([[5]])
         if stream:
-            await EventStream(answers.events(), answers.cancel)({}, receive, send)
+            await EventStream(answers.events(), answers.cancel, {}, b"")({}, receive, send)
         else:
             assert await while_connected(receive, answers.whole()) is None
         for _ in range(100):
