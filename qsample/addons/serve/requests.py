@@ -177,7 +177,7 @@ class Body(JsonBody):
 
 def _field_error(code: str, name: str, problem: str) -> PydanticCustomError:
     """An error of a field by name, see `http._of_validation`."""
-    return PydanticCustomError(code, "{problem}", {"name": name, "problem": problem})  # type: ignore[arg-type]
+    return PydanticCustomError(code, "{problem}", {"name": name, "problem": problem})
 
 
 def config_with_example(**fields: Any) -> ConfigDict:

@@ -2,7 +2,7 @@
 
 agents.json has the bodies that were recorded from the programs themselves, over each API that they speak, with their
 texts and descriptions cut short: aider 0.86.2, Cline 3.0.65, Codex 0.171.0, Continue's cn 1.5.47, opencode 1.18.33,
-Qwen Code 0.24.4. Those of Claude Code and Zed are written after public reports (9router#1468, llama.cpp#20623) and pages.
+Qwen Code 0.24.4. Those of Claude Code and Zed are written after public reports (9router#1468, llama.cpp#20623).
 """
 
 from __future__ import annotations
