@@ -2,6 +2,7 @@
 
 pip install llama-cpp-python gguf sentencepiece
 python scripts/gguf_fixtures.py tokenizers      # of vocabularies that are learned here: tokens of 2,000 texts
+python scripts/gguf_fixtures.py cases           # the same, of the vocabularies that were learned before
 python scripts/gguf_fixtures.py logits          # of small files, and greedy tokens; a file that it quantized
 python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
 """
@@ -126,8 +127,13 @@ def learned() -> dict[str, list[str]]:
     return {"merges": merges, "pieces": [read.id_to_piece(i) for i in normal]}
 
 
-def tokenizers(folder: Path) -> None:
-    found = learned()
+def cases(folder: Path) -> None:
+    fixture = json.loads(vocabularies.FIXTURE.read_text())
+    tokenizers(folder, {name: fixture[name] for name in ("merges", "pieces")})
+
+
+def tokenizers(folder: Path, found: dict[str, list[str]] | None = None) -> None:
+    found = found or learned()
     texts = [text for group in vocabularies.texts().values() for text in group]
 
     def tokens(values: dict[str, Any]) -> list[list[int]]:
@@ -140,18 +146,22 @@ def tokenizers(folder: Path) -> None:
             tokens({**values, "tokenizer.ggml.pre": name}) for name in (first, *others.split())
         ]
         assert all(result == results[0] for result in results), first
-    cases = {}
+    recorded = {}
     for case in vocabularies.CASES:
-        cases[case] = vocabularies.digests(tokens(vocabularies.metadata(case, found)))
+        recorded[case] = vocabularies.digests(tokens(vocabularies.metadata(case, found)))
     stops = []
+    stops_without_types = []
     for texts_, named in vocabularies.STOPS:
-        llama = LlamaCpp(write(folder / "stops.gguf", vocabularies.stop_metadata(texts_, named)))
-        stops.append(llama.stops())
+        values = vocabularies.stop_metadata(texts_, named)
+        stops.append(LlamaCpp(write(folder / "stops.gguf", values)).stops())
+        del values["tokenizer.ggml.token_type"]
+        stops_without_types.append(LlamaCpp(write(folder / "stops.gguf", values)).stops())
     content = {
         "llama_cpp_python": version("llama-cpp-python"),
         **found,
-        "cases": cases,
+        "cases": recorded,
         "stops": stops,
+        "stops_without_types": stops_without_types,
     }
     vocabularies.FIXTURE.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
 
@@ -206,4 +216,4 @@ if __name__ == "__main__":
             compare(Path(name))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            {"tokenizers": tokenizers, "logits": logits}[sys.argv[1]](Path(folder))
+            {"tokenizers": tokenizers, "cases": cases, "logits": logits}[sys.argv[1]](Path(folder))

@@ -69,6 +69,11 @@ class GgufCheckpoint(Checkpoint):
         """
         super().__init__(model_id, dtype, **options)
         self.file = file
+        for key, number in file.strange_ids():
+            warnings.warn(
+                f"{model_id}: {key} is {number}, and the file has {file.token_count} tokens; the id counts as missing",
+                stacklevel=2,
+            )
 
     @cached_property
     def config(self) -> PretrainedConfig:

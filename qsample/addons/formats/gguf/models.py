@@ -542,8 +542,9 @@ FAMILIES: Final = {
 
 def _token(file: GgufFile, name: str) -> int | None:
     """The id of a special token; None if there is no such id in the vocabulary."""
-    value = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return value if is_integer(value, 0, file.tensors[_EMBEDDING].shape[0] - 1) else None
+    rows = file.tensors[_EMBEDDING].shape[0]
+    ids = [number for number in file.special_ids(f"{name}_token_id") if number < rows]
+    return ids[0] if ids else None
 
 
 def _integer(file: GgufFile, name: str, default: Any = None, *, least: int = 1) -> int:

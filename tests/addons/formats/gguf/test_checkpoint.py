@@ -132,6 +132,46 @@ def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
     assert other.tokenizer is None
 
 
+def test_ids_that_no_token_has_are_named_and_count_as_missing(tmp_path: Path) -> None:
+    file = read_model(write_gguf(tmp_path / "model.gguf", random_model("qwen2")))
+    count = file.token_count
+    assert count == 320
+    none = 0xFFFFFFFF
+    strange = {
+        "bos_token_id": none,
+        "padding_token_id": count,
+        "seperator_token_id": -1,
+        "fim_pre_token_id": none,
+        "eos_token_ids": [2, none, count],
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in strange.items()}
+    named["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    file = replace(file, metadata=file.metadata | named)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint = GgufCheckpoint(file, "some.gguf")
+    assert [str(warning.message) for warning in caught] == [
+        f"some.gguf: tokenizer.ggml.{key} is {number}, and the file has 320 tokens; the id counts as missing"
+        for key, number in [
+            ("bos_token_id", none),
+            ("padding_token_id", count),
+            ("seperator_token_id", -1),
+            ("fim_pre_token_id", none),
+            ("eos_token_ids", none),
+            ("eos_token_ids", count),
+        ]
+    ]
+    settings = checkpoint.generation_config
+    assert (settings.bos_token_id, settings.pad_token_id) == (None, None)
+    assert settings.eos_token_id == [2]
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]
+    assert ids == [*byte_tokenizer().encode("ab", add_special_tokens=False), 2]
+    assert tokenizer.encode("ab") == ids[:-1]
+    logits(checkpoint.load())
+
+
 def test_what_a_file_lacks_or_has_too_many(tmp_path: Path) -> None:
     model = random_model("llama")
     path = write_gguf(tmp_path / "model.gguf", model)
