@@ -4,6 +4,7 @@ pip install llama-cpp-python gguf sentencepiece
 python scripts/gguf_fixtures.py tokenizers      # of vocabularies that are learned here: tokens of 2,000 texts
 python scripts/gguf_fixtures.py cases           # the same, of the vocabularies that were learned before
 python scripts/gguf_fixtures.py logits          # of small files, and greedy tokens; a file that it quantized
+python scripts/gguf_fixtures.py models NAME ...     # the same, of some of these files alone
 python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
 """
 
@@ -166,19 +167,28 @@ def tokenizers(folder: Path, found: dict[str, list[str]] | None = None) -> None:
     vocabularies.FIXTURE.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
 
 
-def logits(folder: Path) -> None:
-    def recorded(path: Path) -> dict[str, Any]:
-        of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
-        exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
-        model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
-        model.eval(gguf_files.PROMPT)
-        chosen = model.scores[list(gguf_files.RECORDED_AT)].astype("<f4")
-        tokens = []
-        for _ in range(16):
-            tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
-            model.eval(tokens[-1:])
-        return {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
+def recorded(path: Path) -> dict[str, Any]:
+    of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
+    exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
+    model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
+    model.eval(gguf_files.PROMPT)
+    chosen = model.scores[list(gguf_files.RECORDED_AT)].astype("<f4")
+    tokens = []
+    for _ in range(16):
+        tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
+        model.eval(tokens[-1:])
+    return {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
 
+
+def some_models(folder: Path, names: list[str]) -> None:
+    content = json.loads(gguf_files.RECORDED.read_text())
+    for name in names:
+        path = gguf_files.write_gguf(folder / "model.gguf", gguf_files.settled_model(name))
+        content["models"][name] = recorded(path)
+    gguf_files.RECORDED.write_text(json.dumps(content, indent=0) + "\n")
+
+
+def logits(folder: Path) -> None:
     path = folder / "model.gguf"
     models_ = {
         name: recorded(gguf_files.write_gguf(path, gguf_files.settled_model(name)))
@@ -214,6 +224,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["compare"]:
         for name in sys.argv[2:]:
             compare(Path(name))
+    elif sys.argv[1:2] == ["models"]:
+        with tempfile.TemporaryDirectory() as folder:
+            some_models(Path(folder), sys.argv[2:])
     else:
         with tempfile.TemporaryDirectory() as folder:
             {"tokenizers": tokenizers, "cases": cases, "logits": logits}[sys.argv[1]](Path(folder))

@@ -65,7 +65,7 @@ def test_a_file_that_llama_cpp_quantized() -> None:
         (tensor,) = weight.tensors
         of_gguf = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
         wanted = of_gguf.reshape(tensor.shape)[
-            slice(None) if weight.order is None else weight.order
+            slice(None) if weight.order is None else weight.order.places
         ]
         assert np.array_equal(model.get_parameter(name).detach().numpy(), wanted), name
     recorded = json.loads(RECORDED.read_text())["models"][QUANTIZED.name]
