@@ -6,6 +6,9 @@ python scripts/gguf_fixtures.py cases           # the same, of the vocabularies 
 python scripts/gguf_fixtures.py logits          # of small files, and greedy tokens; a file that it quantized
 python scripts/gguf_fixtures.py models NAME ...     # the same, of some of these files alone
 python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
+
+The models of gemma4 were recorded with a llama.cpp that computes GELU, rather than look it up in float16: without the
+line `#define GGML_GELU_FP16` in ggml/src/ggml-cpu/vec.h.
 """
 
 from __future__ import annotations

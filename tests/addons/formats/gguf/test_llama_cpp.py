@@ -46,7 +46,8 @@ def test_logits_and_greedy_tokens_of_float_files(name: str, tmp_path: Path) -> N
         for _ in recorded["tokens"]:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     wanted = np.frombuffer(base64.b64decode(recorded["logits"]), "<f4").reshape(logits.shape)
-    tolerance = 1e-3 if name == "gemma3" else 1e-5  # llama.cpp's GELU is a table of float16
+    # llama.cpp's GELU is a table of float16, which the models of gemma4 were recorded without.
+    tolerance = 1e-3 if name == "gemma3" else 1e-5
     assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
     assert ids[len(PROMPT) :] == recorded["tokens"]
 
