@@ -2,8 +2,13 @@
 
 pip install llama-cpp-python gguf sentencepiece
 python scripts/gguf_fixtures.py tokenizers      # of vocabularies that are learned here: tokens of 2,000 texts
+python scripts/gguf_fixtures.py cases           # the same, of the vocabularies that were learned before
 python scripts/gguf_fixtures.py logits          # of small files, and greedy tokens; a file that it quantized
+python scripts/gguf_fixtures.py models NAME ...     # the same, of some of these files alone
 python scripts/gguf_fixtures.py compare FILE ...    # prints texts of which qsample makes other tokens
+
+The models of gemma4 were recorded with a llama.cpp that computes GELU, rather than look it up in float16: without the
+line `#define GGML_GELU_FP16` in ggml/src/ggml-cpu/vec.h.
 """
 
 from __future__ import annotations
@@ -126,8 +131,13 @@ def learned() -> dict[str, list[str]]:
     return {"merges": merges, "pieces": [read.id_to_piece(i) for i in normal]}
 
 
-def tokenizers(folder: Path) -> None:
-    found = learned()
+def cases(folder: Path) -> None:
+    fixture = json.loads(vocabularies.FIXTURE.read_text())
+    tokenizers(folder, {name: fixture[name] for name in ("merges", "pieces")})
+
+
+def tokenizers(folder: Path, found: dict[str, list[str]] | None = None) -> None:
+    found = found or learned()
     texts = [text for group in vocabularies.texts().values() for text in group]
 
     def tokens(values: dict[str, Any]) -> list[list[int]]:
@@ -140,35 +150,48 @@ def tokenizers(folder: Path) -> None:
             tokens({**values, "tokenizer.ggml.pre": name}) for name in (first, *others.split())
         ]
         assert all(result == results[0] for result in results), first
-    cases = {}
+    recorded = {}
     for case in vocabularies.CASES:
-        cases[case] = vocabularies.digests(tokens(vocabularies.metadata(case, found)))
+        recorded[case] = vocabularies.digests(tokens(vocabularies.metadata(case, found)))
     stops = []
+    stops_without_types = []
     for texts_, named in vocabularies.STOPS:
-        llama = LlamaCpp(write(folder / "stops.gguf", vocabularies.stop_metadata(texts_, named)))
-        stops.append(llama.stops())
+        values = vocabularies.stop_metadata(texts_, named)
+        stops.append(LlamaCpp(write(folder / "stops.gguf", values)).stops())
+        del values["tokenizer.ggml.token_type"]
+        stops_without_types.append(LlamaCpp(write(folder / "stops.gguf", values)).stops())
     content = {
         "llama_cpp_python": version("llama-cpp-python"),
         **found,
-        "cases": cases,
+        "cases": recorded,
         "stops": stops,
+        "stops_without_types": stops_without_types,
     }
     vocabularies.FIXTURE.write_text(json.dumps(content, indent=0, ensure_ascii=False) + "\n")
 
 
-def logits(folder: Path) -> None:
-    def recorded(path: Path) -> dict[str, Any]:
-        of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
-        exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
-        model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
-        model.eval(gguf_files.PROMPT)
-        chosen = model.scores[list(gguf_files.RECORDED_AT)].astype("<f4")
-        tokens = []
-        for _ in range(16):
-            tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
-            model.eval(tokens[-1:])
-        return {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
+def recorded(path: Path) -> dict[str, Any]:
+    of_the_file = {f"yarn_{name}": -1.0 for name in ("attn_factor", "beta_fast", "beta_slow")}
+    exact: dict[str, Any] = {"type_k": 0, "type_v": 0, "logits_all": True, "n_threads": 1}
+    model = llama_cpp.Llama(str(path), n_ctx=64, verbose=False, **exact, **of_the_file)
+    model.eval(gguf_files.PROMPT)
+    chosen = model.scores[list(gguf_files.RECORDED_AT)].astype("<f4")
+    tokens = []
+    for _ in range(16):
+        tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
+        model.eval(tokens[-1:])
+    return {"logits": base64.b64encode(chosen.tobytes()).decode(), "tokens": tokens}
 
+
+def some_models(folder: Path, names: list[str]) -> None:
+    content = json.loads(gguf_files.RECORDED.read_text())
+    for name in names:
+        path = gguf_files.write_gguf(folder / "model.gguf", gguf_files.settled_model(name))
+        content["models"][name] = recorded(path)
+    gguf_files.RECORDED.write_text(json.dumps(content, indent=0) + "\n")
+
+
+def logits(folder: Path) -> None:
     path = folder / "model.gguf"
     models_ = {
         name: recorded(gguf_files.write_gguf(path, gguf_files.settled_model(name)))
@@ -204,6 +227,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["compare"]:
         for name in sys.argv[2:]:
             compare(Path(name))
+    elif sys.argv[1:2] == ["models"]:
+        with tempfile.TemporaryDirectory() as folder:
+            some_models(Path(folder), sys.argv[2:])
     else:
         with tempfile.TemporaryDirectory() as folder:
-            {"tokenizers": tokenizers, "logits": logits}[sys.argv[1]](Path(folder))
+            {"tokenizers": tokenizers, "cases": cases, "logits": logits}[sys.argv[1]](Path(folder))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,26 @@ class IntegerWeight:
             scales=self.scales[index],
             zero_points=None if self.zero_points is None else self.zero_points[index],
             offsets=None if self.offsets is None else self.offsets[index],
+        )
+
+    def inputs(self, index: Indices) -> IntegerWeight:
+        """All of the K inputs in another order. The groups are numbered in the order of their first
+        inputs, so that whole groups that change places stay groups in order."""
+        groups = self._group_of_each_input()[index]
+        _, first_inputs = np.unique(groups, return_index=True)
+        old_numbers = groups[np.sort(first_inputs)]
+        new_numbers = np.argsort(old_numbers)
+
+        def by_group(numbers: Array | None) -> Any:
+            return None if numbers is None else numbers[:, old_numbers]
+
+        return replace(
+            self,
+            levels=self.levels[:, index],
+            scales=by_group(self.scales),
+            zero_points=by_group(self.zero_points),
+            offsets=by_group(self.offsets),
+            groups=new_numbers[groups],
         )
 
     def floats(self) -> Floats:

@@ -88,6 +88,24 @@ def test_floats_and_blocks_mean_the_same(form: dict[str, Any]) -> None:
     np.testing.assert_array_equal(weight.rows(rows).floats(), weight.floats()[rows])
 
 
+@pytest.mark.parametrize("size", [1, 32, 64, 512])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_inputs_in_another_order(form: dict[str, Any], size: int) -> None:
+    """size: the inputs that stay together."""
+    rng = np.random.default_rng(0)
+    weight = random_integers(rng, OUTPUTS, INPUTS, **form)
+    pieces = rng.permutation(INPUTS // size)
+    index = (pieces[:, None] * size + np.arange(size)).reshape(-1)
+    moved = weight.inputs(index)
+    np.testing.assert_array_equal(moved.floats(), weight.floats()[:, index])
+    blocks = moved.blocks(torch.float32)
+    assert blocks is not None
+    np.testing.assert_allclose(meaning_of_blocks(blocks), meaning(moved), rtol=1e-6, atol=1e-7)
+    if not form.get("act_order") and size >= form["block"]:
+        assert blocks.order is None  # whole groups changed places
+        assert blocks.block_size == min(form["block"], 256)
+
+
 def test_floats_are_rounded_like_products_and_sums_of_float32() -> None:
     weight = random_integers(np.random.default_rng(1), OUTPUTS, INPUTS, bits=4, offsets=True)
     assert weight.offsets is not None

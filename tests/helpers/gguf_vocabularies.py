@@ -27,6 +27,7 @@ PRE = {  # values of tokenizer.ggml.pre, and further ones that mean the same
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     "dbrx": "smaug-bpe chatglm-bpe",
     "glm4": "glm5",
+    "qwen35": "",
     "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
     "minicpm5": "",
     "seed-coder": "",
@@ -44,6 +45,9 @@ CASES: dict[str, dict[str, Any]] = {  # what they add to the metadata
     "sentencepiece, no prefix": {"add_space_prefix": False, "remove_extra_whitespaces": True},
     "sentencepiece, Phi-3": {"general.name": "A Phi-3 model"},
     "sentencepiece, no BOS": {"add_bos_token": False, "add_eos_token": True},
+    "gemma4": {"model": "gemma4", "add_bos_token": False},  # which llama.cpp adds all the same
+    "qwen2, no types": {"pre": "qwen2", "token_type": None},
+    "sentencepiece, no types": {"token_type": None},
 }
 STOPS: list[
     tuple[dict[str, int], dict[str, int]]
@@ -191,7 +195,11 @@ def texts() -> dict[str, list[str]]:
 def metadata(case: str, learned: dict[str, list[str]]) -> dict[str, Any]:
     """The metadata of a case. learned: "merges" of a byte-level BPE, "pieces" of sentencepiece."""
     blanks = (
-        () if "Phi-3" in case else ("\n\n\n",) if "pre" in CASES[case] else ("\n\n\n", "  ", "   ")
+        ()
+        if "Phi-3" in case or case == "gemma4"
+        else ("\n\n\n",)
+        if "pre" in CASES[case]
+        else ("\n\n\n", "  ", "   ")
     )
     special = {**SPECIAL, **MORE, **dict.fromkeys(blanks, USER_DEFINED)}
     if "pre" in CASES[case]:
@@ -202,9 +210,12 @@ def metadata(case: str, learned: dict[str, list[str]]) -> dict[str, Any]:
         own: dict[str, Any] = {"merges": learned["merges"]}
     else:
         kind, first = "llama", [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *special]
-        tokens = dict.fromkeys([*first, *learned["pieces"]], NORMAL)
+        lines = ("\n", "\n\n", "\n\n\n") if case == "gemma4" else ()
+        tokens = dict.fromkeys([*first, *lines, *learned["pieces"]], NORMAL)
         tokens |= {token: BYTE for token in tokens if token.startswith("<0x")}
         own = {"scores": [float(min(0, len(first) - i)) for i in range(len(tokens) + 2)]}
+        if case == "gemma4":
+            own = {"merges": _merges([*lines, *learned["pieces"]])}
     tokens |= {**special, "[PAD1]": UNUSED, "[PAD2]": UNUSED}
     values = {
         "model": kind,
@@ -217,7 +228,15 @@ def metadata(case: str, learned: dict[str, list[str]]) -> dict[str, Any]:
     values = {
         key if "." in key else f"tokenizer.ggml.{key}": value for key, value in values.items()
     }
+    values = {key: value for key, value in values.items() if value is not None}
     return {"general.architecture": "llama", **values}
+
+
+def _merges(tokens: Sequence[str]) -> list[str]:
+    """The ways to cut a token into two others, in the order of the tokens."""
+    known = {*tokens}
+    cuts = [(token[:i], token[i:]) for token in tokens for i in range(len(token) - 1, 0, -1)]
+    return [f"{left} {right}" for left, right in cuts if left in known and right in known]
 
 
 def stop_metadata(tokens: dict[str, int], named: dict[str, int]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from qsample.addons.formats.gguf.models import (
     ExpertLayout,
     Weight,
     configuration,
+    prediction_layers,
     weights_by_type,
     weights_of,
 )
@@ -69,6 +70,11 @@ class GgufCheckpoint(Checkpoint):
         """
         super().__init__(model_id, dtype, **options)
         self.file = file
+        for key, number in file.strange_ids():
+            warnings.warn(
+                f"{model_id}: {key} is {number}, and the file has {file.token_count} tokens; the id counts as missing",
+                stacklevel=2,
+            )
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -141,6 +147,13 @@ class GgufCheckpoint(Checkpoint):
         weights: dict[str, Tensor] = {}
         matrices = []
         stored = weights_of(self.file, self._settings)
+        left_out = prediction_layers(self.file)
+        if left_out:
+            names = ", ".join(f"blk.{layer}" for layer in left_out)
+            warnings.warn(
+                f"{self.model_id}: its layers for the prediction of further tokens ({names}) are left out",
+                stacklevel=2,
+            )
         for name, weight in stored.items():
             if _is_matrix_of_integers(name, weight):
                 tensor = weight.tensors[0]
@@ -172,24 +185,30 @@ def _is_matrix_of_integers(name: str, weight: Weight) -> bool:
     """Whether a weight is the matrix of a layer that is read as integers."""
     tensor = weight.tensors[0]
     is_quantized = tensor.type not in FLOATS
-    is_matrix = len(tensor.shape) == 2 and name.endswith(".weight")
+    is_matrix = len(tensor.shape) == 2 and weight.shape is None and name.endswith(".weight")
     return is_quantized and is_matrix and weight.experts is None
 
 
 def _rows(file: GgufFile, tensor: GgufTensor, weight: Weight, rows: slice) -> IntegerWeight:
-    """Some rows of a weight, which may be other rows of its tensor."""
-    return read_rows(file, tensor, rows if weight.order is None else weight.order[rows])
+    """Some rows of a weight, which may be other rows of its tensor, or have their inputs in another
+    order."""
+    order = weight.order
+    if order is None:
+        return read_rows(file, tensor, rows)
+    if order.axis == 0:
+        return read_rows(file, tensor, order.places[rows])
+    return read_rows(file, tensor, rows).inputs(order.places)
 
 
 def _float(file: GgufFile, weight: Weight) -> Tensor:
     """A weight that is not a matrix of integers: in the file, or computed when it is needed."""
     tensors = weight.tensors
     first = tensors[0]
-    is_unchanged = weight.order is None and weight.experts is None and not weight.shift
+    is_unchanged = weight == Weight(tensors)
     if first.type in FLOATS and is_unchanged:
         return in_float32(_tensor(file, first), Place(file.path, first.offset, first.length))
     dtypes = {FLOATS.get(tensor.type, "float32") for tensor in tensors}
-    keeps_dtype = len(dtypes) == 1 and not weight.shift
+    keeps_dtype = len(dtypes) == 1 and not weight.shift and not weight.is_logarithm
     dtype = getattr(torch, dtypes.pop() if keeps_dtype else "float32")
     empty = [torch.empty(tensor.shape, device="meta") for tensor in tensors]
     shape = _assembled(empty, weight).shape
@@ -206,7 +225,9 @@ def _assembled(tensors: list[Tensor], weight: Weight) -> Tensor:
     """The numbers of a weight, from the numbers of its tensors."""
     whole = tensors[0]
     if weight.order is not None:
-        whole = whole[torch.from_numpy(weight.order)]
+        whole = whole.index_select(
+            weight.order.axis, torch.from_numpy(weight.order.places).to(whole.device)
+        )
     if weight.experts is ExpertLayout.JOINED:
         whole = torch.cat(tensors, 1)
     elif weight.experts is ExpertLayout.ALTERNATING:
@@ -215,6 +236,10 @@ def _assembled(tensors: list[Tensor], weight: Weight) -> Tensor:
             whole = whole.transpose(1, 2)
     if weight.shift:
         whole = whole - weight.shift
+    if weight.is_logarithm:
+        whole = whole.neg().log()
+    if weight.shape is not None:
+        whole = whole.reshape(weight.shape)
     return whole.contiguous()
 
 

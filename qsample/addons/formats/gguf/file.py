@@ -40,6 +40,8 @@ _MAX_NAMES: Final = 1 << 16
 _MAX_RANK: Final = 4
 _DEFAULT_ALIGNMENT: Final = 32  # bytes
 _MAX_ALIGNMENT: Final = 1 << 20  # bytes
+_TOKENS_KEY: Final = "tokenizer.ggml.tokens"
+_SPECIAL_ID_KEY: Final = re.compile(r"tokenizer\.ggml\.\w+_token_ids?")
 
 
 class ValueType(IntEnum):
@@ -185,11 +187,40 @@ class GgufFile:
         """A value of metadata that belongs to the architecture, such as "block_count"."""
         return self.metadata.get(f"{self.architecture}.{name}", default)
 
+    def special_ids(self, key: str) -> list[int]:
+        """The ids of special tokens of a key such as "eos_token_id" or "eos_token_ids": those that
+        a token has. Converters write 0xffffffff, or the number of tokens, for "none"."""
+        stated = self.metadata.get(f"tokenizer.ggml.{key}")
+        return [number for number in _as_list(stated) if self._is_id(number)]
+
+    def strange_ids(self) -> list[tuple[str, int]]:
+        """The keys and ids of special tokens that no token has."""
+        found: list[tuple[str, int]] = []
+        for key, stated in self.metadata.items():
+            if _SPECIAL_ID_KEY.fullmatch(key) is not None:
+                ids = [number for number in _as_list(stated) if is_integer(number)]
+                found += [(key, number) for number in ids if not self._is_id(number)]
+        return found
+
+    @property
+    def token_count(self) -> int:
+        """The number of tokens; 0 for a file without a vocabulary."""
+        return len(_as_list(self.metadata.get(_TOKENS_KEY, [])))
+
+    def _is_id(self, number: Any) -> bool:
+        most = self.token_count - 1 if self.token_count else math.inf
+        return is_integer(number, 0, most)
+
     def raw(self, tensor: GgufTensor) -> Array:
         """[rows, bytes of a row] uint8, mapped. A row is the last axis of the tensor."""
         rows = math.prod(tensor.shape[:-1])
         shape = (rows, tensor.length // rows)
         return np.memmap(self.path, np.uint8, "c", tensor.offset, shape).view(np.ndarray)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A list of metadata; a single value as a list of it."""
+    return value if isinstance(value, list) else [value]
 
 
 def is_gguf(path: Path) -> bool:

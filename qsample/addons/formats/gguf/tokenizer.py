@@ -9,7 +9,7 @@ words, and the models' own are used here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KEY_PREFIX: Final = "tokenizer.ggml."
 _TEMPLATE_KEY: Final = "tokenizer.chat_template"
 # Types of tokens (llama_token_type).
+_NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
@@ -44,7 +45,8 @@ _SPECIAL_KEYS: Final = {
     "sep": "seperator",
     "mask": "mask",
 }
-# The ids of special tokens that sentencepiece has unless the metadata say otherwise.
+# The ids of special tokens that sentencepiece has unless the metadata say otherwise. llama.cpp has
+# Falcon's id for every byte-level vocabulary, 11: in any other model that is a letter or a comma.
 _SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
 
 # The texts of tokens at which llama.cpp stops.
@@ -60,6 +62,17 @@ _TEXTS_BY_KEY: Final = {
     "fim_sep": ("<|file_sep|>",),
 }
 
+# The texts of tokens that llama.cpp takes for control tokens, whatever the file says, besides those
+# at which it stops.
+_INFILL_TEXTS: Final = (  # noqa: SIM905
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
+).split()
+_CONTROL_TEXTS: Final = frozenset(
+    [*_STOP_TEXTS, *_INFILL_TEXTS, *(text for texts in _TEXTS_BY_KEY.values() for text in texts)]
+)
+
 # Regular expressions that cut a text into words. If there are several, each cuts the pieces that
 # the one before it left.
 _CONTRACTIONS: Final = r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])"
@@ -74,7 +87,9 @@ _CASED_LETTERS: Final = (
 )
 
 
-def _words(digits: str, signs: str = "", signs_end: str = r"[\r\n]*") -> str:
+def _words(
+    digits: str, signs: str = "", signs_end: str = r"[\r\n]*", letter: str = r"\p{L}"
+) -> str:
     """The expression of Llama 3 and related models.
 
     Args:
@@ -82,8 +97,9 @@ def _words(digits: str, signs: str = "", signs_end: str = r"[\r\n]*") -> str:
         signs: the characters, as in a class of an expression, that are not signs besides letters,
             digits and spaces.
         signs_end: the expression for what may follow signs.
+        letter: the expression for a letter behind the first character of a word.
     """
-    letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    letters = rf"[^\r\n\p{{L}}\p{{N}}]?{letter}+"
     return rf"{_CONTRACTIONS}|{letters}|{digits}| ?[^\s\p{{L}}\p{{N}}{signs}]+{signs_end}|{_LINES}"
 
 
@@ -109,6 +125,7 @@ _EXPRESSIONS: Final = {
     "smollm": (r"\p{N}", _GPT2),
     "llama3": (_words(r"\p{N}{1,3}"),),
     "qwen2": (_words(r"\p{N}"),),
+    "qwen35": (_words(r"\p{N}", r"\p{M}", letter=r"[\p{L}\p{M}]"),),
     "minicpm5": (r"\p{N}{1,3}", _words(r"\p{N}+")),
     "seed-coder": (_words(r"\p{N}", r"\r\n", ""),),
     "tekken": (_cased_words(r"\p{N}"),),
@@ -169,32 +186,32 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """
     metadata = _Metadata(file)
     kind = metadata.value("model", str)
-    pre = metadata.value("pre", str, "default")
-    if kind not in ("gpt2", "llama"):
+    build = _BUILDERS.get(kind)
+    if build is None:
         raise UnsupportedModelError(
-            f"{file.path}: {_KEY_PREFIX}model is {shown(kind)}; tokenizers of gpt2 (byte-level) and llama "
-            f"(sentencepiece) are read; {_REMEDY}"
+            f"{file.path}: {_KEY_PREFIX}model is {shown(kind)}; tokenizers of gpt2 (byte-level), llama "
+            f"(sentencepiece) and gemma4 are read; {_REMEDY}"
         )
     default_ids = _SENTENCEPIECE_IDS if kind == "llama" else {}
     special: dict[str, str | None] = {}
     for name, key in _SPECIAL_KEYS.items():
         number = metadata.id(key, default_ids.get(key))
         special[f"{name}_token"] = None if number is None else metadata.tokens[number]
-    default_bos = kind == "llama" or pre in _WITH_BOS
+    # llama.cpp begins a text of Gemma 4 with BOS, whatever the metadata say.
+    default_bos = kind != "gpt2" or metadata.value("pre", str, "default") in _WITH_BOS
     added = {
-        "add_bos_token": metadata.value("add_bos_token", bool, default_bos),
+        "add_bos_token": kind == "gemma4" or metadata.value("add_bos_token", bool, default_bos),
         "add_eos_token": metadata.value("add_eos_token", bool, False),
     }
     for key, is_added in added.items():
         token = key.removeprefix("add_")
         if is_added and special[token] is None:
-            raise metadata.error(key, f"is true, and {token}_id is missing")
+            if f"{_KEY_PREFIX}{token}_id" not in file.metadata:
+                raise metadata.error(key, f"is true, and {token}_id is missing")
+            added[key] = False  # the id says that there is no such token
     templates = metadata.templates()
     try:
-        if kind == "gpt2":
-            tokenizer = _byte_level(metadata, pre)
-        else:
-            tokenizer = _sentencepiece(metadata, special["unk_token"])
+        tokenizer = build(metadata, special["unk_token"])
         tokenizer.add_tokens(_added_tokens(metadata))
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer,
@@ -213,13 +230,14 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def stop_ids(file: GgufFile) -> list[int]:
-    """The tokens at which llama.cpp stops, the end of a text first; [] for a file without tokens.
-    Raises QsampleError for an id without a token."""
+    """The tokens at which llama.cpp stops, the end of a text first, and those of ollama's list; []
+    for a file without tokens. Raises QsampleError for ids that are no integers."""
     metadata = _Metadata(file)
     if metadata.array("tokens", str) is None:
         return []
     default_eos = _SENTENCEPIECE_IDS["eos"] if metadata.value("model", str) == "llama" else None
     found = [metadata.id("eos", default_eos), metadata.id("eot"), metadata.id("eom")]
+    found += metadata.list_of_ids("eos")
     special_ids: dict[str, int] = {}
     for number, token in enumerate(metadata.tokens):
         if metadata.types[number] in (_CONTROL, _USER_DEFINED):
@@ -237,29 +255,19 @@ def stop_ids(file: GgufFile) -> list[int]:
     return [number for number, token in stops.items() if token in texts_of_stops]
 
 
-def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
-    """A tokenizer whose tokens are bytes. pre: how a text is cut into words, a name of
-    llama.cpp."""
+def _byte_level(metadata: _Metadata, unk_token: str | None) -> Tokenizer:
+    """A tokenizer whose tokens are bytes. unk_token: has no meaning here."""
+    pre = metadata.value("pre", str, "default")
     expressions = _EXPRESSIONS.get(_EXPRESSION_NAMES.get(pre, pre))
     if expressions is None:
         raise UnsupportedModelError(
             f"{metadata.path}: {_KEY_PREFIX}pre is {shown(pre)}, and how that cuts texts into words is not known; "
             f"{_REMEDY}"
         )
-    ids = metadata.ids
-    # The first of equal merges counts.
-    merges: dict[tuple[str, str], None] = {}
-    for text in metadata.needed("merges", str):
-        cut = text.find(" ", 1)
-        left = text[:cut]
-        right = text[cut + 1 :]
-        if cut < 0 or not {left, right, left + right} <= ids.keys():
-            raise metadata.error(
-                "merges", f"has {shown(text)}, which joins no two tokens into a third"
-            )
-        merges[left, right] = None
     tokenizer = Tokenizer(
-        models.BPE(vocab=ids, merges=[*merges], ignore_merges=pre in _WITH_WHOLE_WORDS)
+        models.BPE(
+            vocab=metadata.ids, merges=metadata.merges(), ignore_merges=pre in _WITH_WHOLE_WORDS
+        )
     )
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -268,11 +276,33 @@ def _byte_level(metadata: _Metadata, pre: str) -> Tokenizer:
     return tokenizer
 
 
+def _gemma4(metadata: _Metadata, unk_token: str | None) -> Tokenizer:
+    """A tokenizer of merges whose tokens are characters, and bytes for the other characters; a text
+    is cut at line breaks alone."""
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=metadata.ids,
+            merges=metadata.merges(),
+            unk_token=unk_token,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
 def _sentencepiece(metadata: _Metadata, unk_token: str | None) -> Tokenizer:
     """A tokenizer that joins two neighbours into a token in the order of the scores, as if every
-    way to cut a token in two were a merge."""
+    way to cut a token in two were a merge. Equal scores, or none, leave the order of the ids, in
+    which sentencepiece learns its tokens."""
     ids = metadata.ids
-    scores = metadata.needed("scores", float, len(metadata.tokens))
+    count = len(metadata.tokens)
+    scores = metadata.array("scores", float, count) or [0.0] * count
     merges = []
     for token in metadata.tokens:
         for cut in range(len(token) - 1, 0, -1):
@@ -293,6 +323,13 @@ def _sentencepiece(metadata: _Metadata, unk_token: str | None) -> Tokenizer:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
+
+
+_BUILDERS: Final[Mapping[str | None, Callable[[_Metadata, str | None], Tokenizer]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _gemma4,
+}
 
 
 def _added_tokens(metadata: _Metadata) -> list[AddedToken]:
@@ -318,6 +355,7 @@ class _Metadata:
 
     def __init__(self, file: GgufFile) -> None:
         self.path = file.path
+        self._file = file
         self._values = file.metadata
 
     def value(self, key: str, kind: type, default: Any = None) -> Any:
@@ -337,7 +375,13 @@ class _Metadata:
         return value
 
     def array(self, key: str, kind: type, length: int | None = None) -> list[Any] | None:
-        """A list of texts, integers or numbers; None if it is missing."""
+        """A list of texts, integers or numbers; None if it is missing.
+
+        Args:
+            key: the key without `_KEY_PREFIX`.
+            kind: str, int or float.
+            length: the number of values; any further ones are ignored, as in llama.cpp.
+        """
         values = self._values.get(_KEY_PREFIX + key)
         if values is None:
             return None
@@ -346,13 +390,13 @@ class _Metadata:
             raise self.error(
                 key, f"is {shown(values)}; it must be a list of values of type {kind.__name__}"
             )
-        if length is not None and len(values) != length:
+        if length is not None and len(values) < length:
             raise self.error(key, f"has {len(values)} values, for {length} tokens")
-        return values
+        return values[:length]
 
-    def needed(self, key: str, kind: type, length: int | None = None) -> list[Any]:
+    def needed(self, key: str, kind: type) -> list[Any]:
         """As `array`, for a list that must not be missing."""
-        values = self.array(key, kind, length)
+        values = self.array(key, kind)
         if values is None:
             raise self.error(key, "is missing")
         return values
@@ -378,19 +422,40 @@ class _Metadata:
 
     @cached_property
     def types(self) -> list[int]:
-        """The types of the tokens (llama_token_type), by id; all normal, 1, if the file states
-        none."""
-        count = len(self.tokens)
-        return self.array("token_type", int, count) or [1] * count
+        """The types of the tokens (llama_token_type), by id. If the file states none, the texts
+        tell control tokens from normal ones."""
+        stated = self.array("token_type", int, len(self.tokens))
+        return stated or [_CONTROL if token in _CONTROL_TEXTS else _NORMAL for token in self.tokens]
 
     def id(self, name: str, default: int | None = None) -> int | None:
         """The id of a special token, by default another one; None if the file has no such token."""
-        number = self._values.get(f"{_KEY_PREFIX}{name}_token_id", default)
-        if number is None or is_integer(number, 0, len(self.tokens) - 1):
-            return number
-        raise self.error(
-            f"{name}_token_id", f"is {shown(number)}; there are {len(self.tokens)} tokens"
-        )
+        key = f"{name}_token_id"
+        stated = self._values.get(_KEY_PREFIX + key)
+        if stated is not None and not is_integer(stated):
+            raise self.error(key, f"is {shown(stated)}; it must be the id of a token")
+        found = self._file.special_ids(key)
+        number = found[0] if found else default
+        return number if is_integer(number, 0, len(self.tokens) - 1) else None
+
+    def list_of_ids(self, name: str) -> list[int]:
+        """The ids of several special tokens of a name."""
+        key = f"{name}_token_ids"
+        self.array(key, int)  # it checks the values
+        return self._file.special_ids(key)
+
+    def merges(self) -> list[tuple[str, str]]:
+        """The merges, without repeated ones: the first of them counts."""
+        merges: dict[tuple[str, str], None] = {}
+        for text in self.needed("merges", str):
+            cut = text.find(" ", 1)
+            left = text[:cut]
+            right = text[cut + 1 :]
+            if cut < 0 or not {left, right, left + right} <= self.ids.keys():
+                raise self.error(
+                    "merges", f"has {shown(text)}, which joins no two tokens into a third"
+                )
+            merges[left, right] = None
+        return [*merges]
 
     def templates(self) -> str | dict[str, str] | None:
         """The chat template, or several by name."""

@@ -24,16 +24,16 @@ from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import byte_tokenizer, random_model
 
 gguf = pytest.importorskip("gguf")
-from tests.helpers.gguf_files import MODELS, tiny_lm_gguf, write_gguf  # noqa: E402
+from tests.helpers.gguf_files import MODELS, buffers, tiny_lm_gguf, write_gguf  # noqa: E402
 
 IDS = torch.randint(5, 300, (2, 48), generator=torch.Generator().manual_seed(1))
 ALWAYS = ("llama, of Llama 3", "gemma3", "phi3, longrope", "gpt-oss")
 
 
 def with_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Norms and biases that are not all the same."""
+    """Norms, biases and factors of layers that are not all the same."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *(buffer for _, buffer in buffers(model))]:
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -90,14 +90,101 @@ def test_rows_in_another_order(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_experts_of_integers(kind: str, tmp_path: Path) -> None:
-    model = random_model(kind, intermediate_size=64)
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "qwen35moe", "gemma4, with experts"])
+def test_experts_of_integers(name: str, tmp_path: Path) -> None:
+    kind, settings = MODELS[name]
+    model = random_model(kind, **settings | {"intermediate_size": 64})
     path = write_gguf(
         tmp_path / "model.gguf", model, lambda name: "MXFP4" if "exps" in name else "F32"
     )
     with pytest.warns(UserWarning, match="its experts are computed as float32"):
         loaded = opened(path).load()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
+def test_values_of_linear_attention_in_another_order(kind: str, tmp_path: Path) -> None:
+    """Rows, and inputs, whose blocks of integers change places with them."""
+    settings = MODELS["qwen35"][1] | {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "linear_num_value_heads": 8,
+    }
+    model = random_model("qwen3_5_text", **settings)
+    path = write_gguf(tmp_path / "model.gguf", model, lambda name: kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing becomes float
+        loaded = opened(path).load(scratch=tmp_path)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0
+        )
+    blocks = dict(quantized_layers(loaded))
+    assert len(blocks) == (0 if kind == "F16" else 2 * 8 + 7 + 2)
+    np.testing.assert_allclose(logits(loaded), logits(model), atol=2e-4)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_by_name(tmp_path: Path) -> None:
+    kind, settings = MODELS["qwen35"]
+    model = random_model(kind, **settings)
+    file = read_model(write_gguf(tmp_path / "model.gguf", model))
+    extra = {
+        f"blk.3.{name}.weight": file.tensors["blk.0.ffn_up.weight"]
+        for name in ("nextn.eh_proj", "nextn.shared_head_norm", "ffn_up", "attn_q")
+    }
+    metadata = file.metadata | {
+        "qwen35.block_count": 4,
+        "qwen35.nextn_predict_layers": 1,
+        "qwen35.attention.recurrent_layers": [True, False, True, False],
+        "qwen35.attention.head_count_kv": [2, 2, 2, 4],
+    }
+    file = replace(file, metadata=metadata, tensors=file.tensors | extra)
+    with pytest.warns(
+        UserWarning, match=r"some\.gguf: its layers .* tokens \(blk\.3\) are left out"
+    ):
+        loaded = GgufCheckpoint(file, "some.gguf").load()
+    wanted = logits(model)
+    np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.ci
+def test_keys_and_values_that_a_layer_shares_are_not_read(tmp_path: Path) -> None:
+    kind, settings = MODELS["gemma4, of E2B"]
+    model = random_model(kind, **settings)
+    file = read_model(write_gguf(tmp_path / "model.gguf", model, lambda name: "Q8_0"))
+    names = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+    extra = {f"blk.2.{name}": file.tensors[f"blk.0.{name}"] for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # no matrix is left over
+        loaded = GgufCheckpoint(replace(file, tensors=file.tensors | extra), "some.gguf").load(
+            scratch=tmp_path
+        )
+    wanted = logits(model)
+    np.testing.assert_allclose(logits(loaded), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+def test_gates_of_experts_in_two_tensors(tmp_path: Path) -> None:
+    """Converters write both, or one of both."""
+    kind, settings = MODELS["gemma4, with experts"]
+    model = random_model(kind, **settings)
+    file = read_model(write_gguf(tmp_path / "model.gguf", model))
+    tensors = dict(file.tensors)
+    for layer in range(4):
+        whole = tensors.pop(f"blk.{layer}.ffn_gate_up_exps.weight")
+        count, width, inputs = whole.shape
+        assert count == 4
+        halves = np.fromfile(file.path, np.float32, count * width * inputs, offset=whole.offset)
+        gate_and_up = np.split(halves.reshape(whole.shape), 2, 1)
+        for name, half in zip(("gate", "up"), gate_and_up, strict=True):
+            raw = file.path.read_bytes() + half.tobytes()
+            key = f"blk.{layer}.ffn_{name}_exps.weight"
+            offset = file.path.stat().st_size
+            file.path.write_bytes(raw)
+            tensors[key] = replace(
+                whole, name=key, shape=half.shape, offset=offset, length=half.nbytes
+            )
+    loaded = GgufCheckpoint(replace(file, tensors=tensors), "some.gguf").load()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
 
@@ -132,6 +219,46 @@ def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
     assert other.tokenizer is None
 
 
+def test_ids_that_no_token_has_are_named_and_count_as_missing(tmp_path: Path) -> None:
+    file = read_model(write_gguf(tmp_path / "model.gguf", random_model("qwen2")))
+    count = file.token_count
+    assert count == 320
+    none = 0xFFFFFFFF
+    strange = {
+        "bos_token_id": none,
+        "padding_token_id": count,
+        "seperator_token_id": -1,
+        "fim_pre_token_id": none,
+        "eos_token_ids": [2, none, count],
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in strange.items()}
+    named["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    file = replace(file, metadata=file.metadata | named)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint = GgufCheckpoint(file, "some.gguf")
+    assert [str(warning.message) for warning in caught] == [
+        f"some.gguf: tokenizer.ggml.{key} is {number}, and the file has 320 tokens; the id counts as missing"
+        for key, number in [
+            ("bos_token_id", none),
+            ("padding_token_id", count),
+            ("seperator_token_id", -1),
+            ("fim_pre_token_id", none),
+            ("eos_token_ids", none),
+            ("eos_token_ids", count),
+        ]
+    ]
+    settings = checkpoint.generation_config
+    assert (settings.bos_token_id, settings.pad_token_id) == (None, None)
+    assert settings.eos_token_id == [2]
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}])["input_ids"]
+    assert ids == [*byte_tokenizer().encode("ab", add_special_tokens=False), 2]
+    assert tokenizer.encode("ab") == ids[:-1]
+    logits(checkpoint.load())
+
+
 def test_what_a_file_lacks_or_has_too_many(tmp_path: Path) -> None:
     model = random_model("llama")
     path = write_gguf(tmp_path / "model.gguf", model)
@@ -156,6 +283,11 @@ def test_what_a_file_lacks_or_has_too_many(tmp_path: Path) -> None:
         match=r"has model\.layers\.2\.post_attention_layernorm\.weight, which the model",
     ):
         load(whole.tensors | {"blk.2.ffn_norm.weight": norm})
+    keys = whole.tensors["blk.0.attn_k.weight"]
+    with pytest.raises(
+        QsampleError, match=r"has model\.layers\.2\.self_attn\.k_proj\.weight, which"
+    ):
+        load(whole.tensors | {"blk.2.attn_k.weight": keys})
     with pytest.raises(
         QsampleError, match=r"holds model\.norm\.weight of shape .* by its metadata"
     ):
@@ -195,6 +327,20 @@ def test_a_file_is_exported_with_its_integers(kind: str, tmp_path: Path) -> None
     ]
     made = package.generate("And the LORD spake unto", max_new_tokens=24, do_sample=False)
     assert made.token_ids[0] == wanted.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35moe", "gemma4, of E2B"])
+def test_newer_architectures_are_exported(name: str, tmp_path: Path) -> None:
+    """The gate compares the logits; the tokens are those of transformers."""
+    kind, settings = MODELS[name]
+    model = with_norms(random_model(kind, **settings))
+    path = write_gguf(tmp_path / "model.gguf", model, lambda name: "Q8_0")
+    package = AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "package")
+    ids = IDS[:1, :20]
+    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[2, 319])
+    made = package.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[2, 319])
+    assert made.token_ids[0] == wanted[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F16"])

@@ -46,7 +46,8 @@ def test_logits_and_greedy_tokens_of_float_files(name: str, tmp_path: Path) -> N
         for _ in recorded["tokens"]:
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     wanted = np.frombuffer(base64.b64decode(recorded["logits"]), "<f4").reshape(logits.shape)
-    tolerance = 1e-3 if name == "gemma3" else 1e-5  # llama.cpp's GELU is a table of float16
+    # llama.cpp's GELU is a table of float16, which the models of gemma4 were recorded without.
+    tolerance = 1e-3 if name == "gemma3" else 1e-5
     assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
     assert ids[len(PROMPT) :] == recorded["tokens"]
 
@@ -65,7 +66,7 @@ def test_a_file_that_llama_cpp_quantized() -> None:
         (tensor,) = weight.tensors
         of_gguf = gguf.quants.dequantize(stored[tensor.name].data, stored[tensor.name].tensor_type)
         wanted = of_gguf.reshape(tensor.shape)[
-            slice(None) if weight.order is None else weight.order
+            slice(None) if weight.order is None else weight.order.places
         ]
         assert np.array_equal(model.get_parameter(name).detach().numpy(), wanted), name
     recorded = json.loads(RECORDED.read_text())["models"][QUANTIZED.name]
