@@ -115,6 +115,17 @@ GENERATE: Final[Mapping[str, Refusal]] = {
         f"the graph compares 2 to {_MAX_NGRAM_TOKENS} tokens; give at most {_MAX_NGRAM_TOKENS}, or leave it out",
         *range(1, _MAX_NGRAM_TOKENS + 1),
     ),
+    # vLLM's.
+    **refusals("use_beam_search", _NO_BEAMS, False),
+    **refusals("best_of", "give num_return_sequences, the number of rows of each prompt", 1),
+    **refusals(
+        "logprobs prompt_logprobs",
+        "a package that was exported with logprobs=True or top_logprobs=M returns them with every token, in `logprobs` "
+        "and `top_logprobs`, and `qsample serve` also those of a prompt; leave it out",
+    ),
+    **refusals("structured_outputs guided_decoding", "give grammar, a result of model.grammar(json=...)"),
+    **refusals("detokenize", "token_ids has the tokens, and texts the texts; leave it out", True),
+    **refusals("logits_processors", "give logits_processor", []),
     **refusals("renormalize_logits", "give True or False; both leave the tokens as they are", True, False),
     **refusals("use_cache", "give True or False; the graph always keeps its cache", True, False),
     **refusals("disable_compile", "give True or False; nothing is compiled at run time", True, False),

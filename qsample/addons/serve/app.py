@@ -315,7 +315,11 @@ class _Server:
         for prompt, tokens in zip(prompts, encoded, strict=True):
             echo = None
             if body.echo:
-                echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+                echo = prompt
+                if not isinstance(prompt, str):
+                    echo = model.tokenizer.decode(
+                        prompt, skip_special_tokens=body.skip_special_tokens
+                    )
             for _ in range(body.num_choices):
                 choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
         form = await model.answer_form(body)
