@@ -158,7 +158,6 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     # QEfficient's.
     **refusals("device_id device_ids", "compile(provider=...) chooses the device; leave it out", [0]),
     **refusals("runtime_ai100", "generate runs the compiled package; leave it out", True),
-    **refusals("prompts_txt_file_path", "read the file and give prompts, or see `qsample generate --prompt-file`"),
     **refusals("prompt_to_lora_id_mapping", "give each row its adapter's name: SamplingParams(adapter=name)"),
     **refusals("stream", "give a streamer, such as transformers.TextStreamer(tokenizer)", False),
     **refusals("iteration", "call generate again, or measure with `qsample bench`", 1),
@@ -332,6 +331,7 @@ ABSENT_ATTRIBUTES: Final[Mapping[str, Refusal]] = {
         "get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS
     ),
     **refusals("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
+    **refusals("layers embed_tokens norm", _LAYERS),
     **refusals(
         "forward", "its graph is compiled already, and generate runs it; leave torch.compile out"
     ),
