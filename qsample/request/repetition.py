@@ -12,7 +12,7 @@ from qsample.checks import check_fields, from_keywords, integer, refuse
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError
 
-# Each token is compared with so many tokens before it.
+# Each token is compared with up to this number of tokens before it.
 MAX_PATTERN_SIZE: Final = 4096
 _MAX_COUNT: Final = 2**31 - 1
 # A number that no token id equals, for places before the first token.

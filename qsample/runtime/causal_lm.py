@@ -323,10 +323,11 @@ class CausalLM(ModelMethods):
             options: the arguments above from attention_mask on, except those of the signature;
                 vLLM's names max_tokens, min_tokens, stop, n, ignore_eos and stop_token_ids. Fields
                 of SamplingParams, or do_sample, in place of `params`, as in
-                `SamplingParams.from_generation_config`. With chat messages, also the fields of `ChatOptions`. And transformers' arguments: input_ids,
-                for inputs; generation_config, an object, a mapping or a path, on top of the
-                model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time,
-                in seconds; stopping_criteria, see `BatchEnd`; logits_processor, see
+                `SamplingParams.from_generation_config`. With chat messages, also the fields of
+                `ChatOptions`. And transformers' arguments: input_ids, for inputs;
+                generation_config, an object, a mapping or a path, on top of the model's;
+                pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in
+                seconds; stopping_criteria, see `BatchEnd`; logits_processor, see
                 `LogitsProcessors`; num_return_sequences, the number of adjacent rows of each
                 prompt, which is read once. docs/transformers.md has the others.
 

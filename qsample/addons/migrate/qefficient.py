@@ -221,7 +221,7 @@ def _drop_ai100(keywords: dict[str, Any]) -> list[str]:
     """Remove the options of Cloud AI 100. Returns what to say."""
     found = [name for name in keywords if name in AI100_COMPILE or name.startswith(_AI100_PREFIX)]
     given = [name for name in found if keywords.pop(name) not in (None, False)]
-    return [f"{', '.join(given)} changes nothing here"] if given else []
+    return [f"no effect here: {', '.join(given)}"] if given else []
 
 
 def _drop_devices(keywords: dict[str, Any]) -> list[str]:
@@ -230,7 +230,7 @@ def _drop_devices(keywords: dict[str, Any]) -> list[str]:
     if not isinstance(devices, list) or not all(is_integer(device, 0) for device in devices):
         return []  # `generate` takes None, and refuses the rest.
     del keywords["device_id"]
-    return [] if devices in ([], [0]) else ["device_id changes nothing here"]
+    return [] if devices in ([], [0]) else ["no effect here: device_id"]
 
 
 def _read_prompts(keywords: dict[str, Any]) -> list[str]:

@@ -32,6 +32,12 @@ _COMMON: Final[Refusals] = {
         "requests share cached prompts; start a server for each group that must not"
     ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
+    **refusals(
+        "logprob_token_ids prompt_logprob_token_ids",
+        "a package returns the log-probabilities of its likeliest tokens; ask for as many as it has, or score "
+        "each token as the last of a prompt, with echo and logprobs",
+        [],
+    ),
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),

@@ -171,18 +171,18 @@ def test_its_example_with_the_options_of_cloud_ai_100(checkpoint: Callable[[str]
 
     name = str(checkpoint("llama"))
     tokenizer = AutoTokenizer.from_pretrained(name)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="QEfficient's arguments") as said:
         package, output = its_program(name, tokenizer, greedy=False, on_ai100=True)
     of_it = [warning for warning in said if "QEfficient" in str(warning.message)]
     assert [str(warning.message) for warning in of_it] == [
         'QEfficient\'s arguments: mxfp6_matmul is weights="int8" here; mxint8_kv_cache is '
-        'kv_cache_dtype="int8" here; num_cores, mos, aic_enable_depth_first changes nothing here',
-        "QEfficient's arguments: device_id changes nothing here; the random_numbers of a row choose its seed",
+        'kv_cache_dtype="int8" here; no effect here: num_cores, mos, aic_enable_depth_first',
+        "QEfficient's arguments: no effect here: device_id; the random_numbers of a row choose its seed",
     ]
     assert {warning.filename for warning in of_it} == {__file__}
     options = package.package.manifest.compilation.options
     assert (options["weights"], options["kv_cache_dtype"]) == ("int8", "int8")
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="QEfficient's arguments"):
         assert (
             its_program(name, tokenizer, greedy=False, on_ai100=True)[1].token_ids
             == output.token_ids
@@ -261,11 +261,11 @@ def test_arguments_without_a_meaning_here_are_refused(
         ),
         ({"mxfp6_matmul": True, "weights": "int4"}, {"weights": "int4"}, None),
         ({"num_cores": None, "aic_hw_version": None, "aic_num_cores": False}, {}, None),
-        ({"num_cores": 16}, {}, "num_cores changes nothing here"),
+        ({"num_cores": 16}, {}, "no effect here: num_cores"),
         (
             {"aic_pmu_recipe": "KernelUtil", "enable_qnn": True},
             {},
-            "aic_pmu_recipe, enable_qnn changes",
+            "no effect here: aic_pmu_recipe, enable_qnn",
         ),
     ],
 )

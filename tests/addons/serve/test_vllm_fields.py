@@ -67,7 +67,7 @@ def masked_greedy(allowed: list[int], count: int, ends: list[int]) -> list[int]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
     folder = Path(qsample.__file__).parent / "assets" / "tiny_lm"
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")["input_ids"]
 
     def masked(_: Any, scores: Any) -> Any:
