@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import cached_property, partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, overload
 
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
@@ -67,6 +67,11 @@ class Model(ModelMethods):
     @abstractmethod
     def runtime(self) -> CausalLM:
         """The loaded sessions that `generate` runs."""
+
+    @property
+    def model(self) -> Self:
+        """The model itself: programs for transformers and QEfficient read model.model.config, too."""
+        return self
 
     @property
     def device(self) -> Device:

@@ -115,6 +115,17 @@ GENERATE: Final[Mapping[str, Refusal]] = {
         f"the graph compares 2 to {_MAX_NGRAM_TOKENS} tokens; give at most {_MAX_NGRAM_TOKENS}, or leave it out",
         *range(1, _MAX_NGRAM_TOKENS + 1),
     ),
+    # vLLM's.
+    **refusals("use_beam_search", _NO_BEAMS, False),
+    **refusals("best_of", "give num_return_sequences, the number of rows of each prompt", 1),
+    **refusals(
+        "logprobs prompt_logprobs",
+        "a package that was exported with logprobs=True or top_logprobs=M returns them with every token, in `logprobs` "
+        "and `top_logprobs`, and `qsample serve` also those of a prompt; leave it out",
+    ),
+    **refusals("structured_outputs guided_decoding", "give grammar, a result of model.grammar(json=...)"),
+    **refusals("detokenize", "token_ids has the tokens, and texts the texts; leave it out", True),
+    **refusals("logits_processors", "give logits_processor", []),
     **refusals("renormalize_logits", "give True or False; both leave the tokens as they are", True, False),
     **refusals("use_cache", "give True or False; the graph always keeps its cache", True, False),
     **refusals("disable_compile", "give True or False; nothing is compiled at run time", True, False),
@@ -147,7 +158,6 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     # QEfficient's.
     **refusals("device_id device_ids", "compile(provider=...) chooses the device; leave it out", [0]),
     **refusals("runtime_ai100", "generate runs the compiled package; leave it out", True),
-    **refusals("prompts_txt_file_path", "read the file and give prompts, or see `qsample generate --prompt-file`"),
     **refusals("prompt_to_lora_id_mapping", "give each row its adapter's name: SamplingParams(adapter=name)"),
     **refusals("stream", "give a streamer, such as transformers.TextStreamer(tokenizer)", False),
     **refusals("iteration", "call generate again, or measure with `qsample bench`", 1),
@@ -321,6 +331,7 @@ ABSENT_ATTRIBUTES: Final[Mapping[str, Refusal]] = {
         "get_input_embeddings get_output_embeddings resize_token_embeddings tie_weights", _LAYERS
     ),
     **refusals("gradient_checkpointing_enable enable_input_require_grads zero_grad", _LAYERS),
+    **refusals("layers embed_tokens norm", _LAYERS),
     **refusals(
         "forward", "its graph is compiled already, and generate runs it; leave torch.compile out"
     ),

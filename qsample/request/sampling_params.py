@@ -24,9 +24,10 @@ from qsample.checks import (
     refuse,
 )
 from qsample.contract.tensors import EXTRA_PARAMETERS, LONGEST_MATCH, MOST_SPECULATIVE_TOKENS
-from qsample.errors import ArgumentError, shown, unknown
+from qsample.errors import ArgumentError, shown
 from qsample.package.disk.untrusted import read_json
 from qsample.request.refusals import UNSUPPORTED_SETTINGS, without_refused
+from qsample.request.vllm import unknown_field
 
 T = TypeVar("T")
 
@@ -302,6 +303,14 @@ class SamplingParams:
     adaptive_target: float = number(-1.0, -1, 1, "a number from 0 to 1 (negative = off)")
     adaptive_decay: float = number(0.9, 0, 0.99, "a number from 0 to 0.99")
 
+    def __new__(cls, *values: Any, **named: Any) -> SamplingParams:
+        """An empty object for `__init__`. Raises TypeError for a keyword that is no field, before
+        Python's own, whose message has no remedy."""
+        for name in named:
+            if name not in OFF_VALUES:
+                raise TypeError(unknown_field(name, OFF_VALUES))
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.adaptive_target < 0:  # Any negative number means off.
@@ -336,7 +345,7 @@ class SamplingParams:
         """
         own = {"do_sample", *OFF_VALUES}
         for name in overrides.keys() - own - UNSUPPORTED_SETTINGS.keys():
-            raise ValueError(unknown("unknown sampling option", name, own))
+            raise ValueError(unknown_field(name, own))
         config = settings_of(config)
         do_sample = _do_sample(config, overrides)
         settings = layered(config, overrides)

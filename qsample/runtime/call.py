@@ -16,9 +16,11 @@ from qsample.errors import ArgumentError, shown, unknown
 from qsample.images.prompt import ImagePrompt, ProcessedImage
 from qsample.package.manifest import TokenIds
 from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED_SETTINGS, without_refused
+from qsample.request.repetition import RepetitionDetection, read_repetition_detection
 from qsample.request.sampling_params import OFF_VALUES, SamplingParams, layered, settings_of
 from qsample.request.text.chat import CHAT_OPTIONS, ChatOptions
 from qsample.request.text.tokenizer import Tokenizer
+from qsample.request.vllm import take_stop_tokens, with_own_names
 from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
 
 
@@ -81,6 +83,27 @@ def _flag(name: str, value: Any) -> bool | None:
     return value
 
 
+def _flag_or(default: bool) -> Callable[[str, Any], bool]:
+    """The check of a flag for which None stands for `default`."""
+
+    def check(name: str, value: Any) -> bool:
+        given = _flag(name, value)
+        return default if given is None else given
+
+    return check
+
+
+def _allowed_ids(name: str, value: Any) -> list[int] | None:
+    """Token ids, at least one; their range is checked with the package."""
+    ids = plain(value)
+    if ids is None:
+        return None
+    is_list = isinstance(ids, Collection) and not isinstance(ids, str | bytes | Mapping)
+    if not is_list or not ids or not all(is_integer(item, 0) for item in ids):
+        refuse(name, value, "a list of at least one token id, or None for all tokens")
+    return [int(item) for item in ids]
+
+
 def _processors(name: str, value: Any) -> Any:
     """None for an empty list of processors."""
     is_empty = isinstance(value, Collection) and len(value) == 0
@@ -101,6 +124,13 @@ class Call:
             pad token.
         bos: the token id that replaces an empty prompt; by default the package's.
         chat: the options of chat messages.
+        allowed_token_ids: the ids of the tokens that may be sampled; None for all. Needs the feature
+            `allowed_tokens` or `grammars`.
+        skip_special_tokens: whether special tokens have no text in `texts`.
+        include_stop_str_in_output: whether a text includes the stop string, or the stop token, that
+            ends it.
+        repetition_detection: the repetitions that end a row, see `RepetitionDetection`; a mapping
+            with its fields will do. None for none.
         grammar: the grammar that the answers follow, see `CausalLM.grammar`: one for all prompts, or
             a list with the grammar of each prompt, None for any text. Needs the feature `grammars`.
         thinking_token_budget: the largest number of tokens of the thoughts of each answer; None for
@@ -126,7 +156,17 @@ class Call:
     stop_strings: str | Sequence[str] | None = field(
         default=None, metadata=_keyword(in_config=True)
     )
+    skip_special_tokens: bool = field(default=True, metadata=_keyword(check=_flag_or(True)))
+    include_stop_str_in_output: bool = field(
+        default=False, metadata=_keyword(check=_flag_or(False))
+    )
+    repetition_detection: RepetitionDetection | None = field(
+        default=None, metadata=_keyword(check=read_repetition_detection)
+    )
     allowed_tokens: Any = field(default=None, metadata=_keyword())
+    allowed_token_ids: Sequence[int] | None = field(
+        default=None, metadata=_keyword(check=_allowed_ids)
+    )
     grammar: Any = field(default=None, metadata=_keyword())
     thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
     outputs: Any = field(default=None, metadata=_keyword())
@@ -166,7 +206,7 @@ _CONFIG_OUTPUTS: Final = (
 
 
 def accepted_keywords() -> frozenset[str]:
-    """The names of all arguments of `CausalLM.generate` that have an effect."""
+    """The names of all arguments of `CausalLM.generate` that have an effect, without vLLM's."""
     own = {keyword.name or name for name, keyword in _KEYWORD_FIELDS.items()}
     inputs = {"inputs", "input_ids", "attention_mask", "params", "generation_config"}
     return frozenset(
@@ -187,8 +227,8 @@ def read_call(
     Args:
         inputs: the prompts; None for a single empty prompt, or if `keywords` have them.
         params: a SamplingParams, a list of them, or None; or a generation_config.
-        keywords: the other arguments. A keyword takes precedence over the caller's
-            generation_config.
+        keywords: the other arguments, under their names here or in vLLM. A keyword takes precedence
+            over the caller's generation_config.
         own: the model's generation_config, over which the caller's takes precedence. If `params`
             are given, only its special tokens count.
         token_ids: the package's special tokens.
@@ -196,7 +236,7 @@ def read_call(
 
     Raises ValueError for an unknown or unsupported keyword, and for a wrong value.
     """
-    given = dict(keywords)
+    given = with_own_names(keywords)
     config = given.pop("generation_config", None)
     if callable(getattr(params, "to_dict", None)):  # transformers' second positional argument
         config = params
@@ -208,6 +248,7 @@ def read_call(
         if name in given:
             changes[name] = _token_id(name, given.pop(name), vocab_size)
     settings = layered(own, changes)
+    take_stop_tokens(given, settings.get("eos_token_id", token_ids.eos))
 
     chat = _take_chat_options(given)
     inputs, attention_mask = _take_inputs(inputs, given)

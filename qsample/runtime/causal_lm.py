@@ -311,15 +311,23 @@ class CausalLM(ModelMethods):
             stop_strings: the texts that end a row; by default those of the generation_config.
                 `texts` is cut off before the first complete stop string; `token_ids` goes on to the
                 token that completes it.
+            skip_special_tokens, include_stop_str_in_output: whether `texts` lack special tokens, and
+                whether they include the stop string, or the stop token, that ends them; by default
+                True and False.
+            repetition_detection: the repetitions that end a row, a mapping with the fields of
+                `RepetitionDetection`; by default none does.
+            allowed_token_ids: the ids of the tokens that may be sampled; by default all. Needs the
+                feature `allowed_tokens` or `grammars`.
             return_dict_in_generate: False returns the `sequences` only, without the attributes of
                 the output.
-            options: attention_mask, images, seed, allowed_tokens, stop_strings and
-                return_dict_in_generate, described above. Fields of SamplingParams, or do_sample, in
-                place of `params`, as in `SamplingParams.from_generation_config`. With chat
-                messages, also the fields of `ChatOptions`. And transformers' arguments: input_ids,
-                for inputs; generation_config, an object, a mapping or a path, on top of the
-                model's; pad_token_id; bos_token_id; tokenizer, if the package has none; max_time,
-                in seconds; stopping_criteria, see `BatchEnd`; logits_processor, see
+            options: the arguments above from attention_mask on, except those of the signature;
+                vLLM's names max_tokens, min_tokens, stop, n, ignore_eos and stop_token_ids. Fields
+                of SamplingParams, or do_sample, in place of `params`, as in
+                `SamplingParams.from_generation_config`. With chat messages, also the fields of
+                `ChatOptions`. And transformers' arguments: input_ids, for inputs;
+                generation_config, an object, a mapping or a path, on top of the model's;
+                pad_token_id; bos_token_id; tokenizer, if the package has none; max_time, in
+                seconds; stopping_criteria, see `BatchEnd`; logits_processor, see
                 `LogitsProcessors`; num_return_sequences, the number of adjacent rows of each
                 prompt, which is read once. docs/transformers.md has the others.
 

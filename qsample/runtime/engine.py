@@ -28,6 +28,7 @@ from qsample.errors import (
     shown,
 )
 from qsample.request.sampling_params import NUM_SEEDS, SamplingParams
+from qsample.request.vllm import with_own_names
 from qsample.runtime.call import Call
 from qsample.runtime.callbacks import LOGITS_PROCESSOR_ADVICE, Guide
 from qsample.runtime.causal_lm import CausalLM
@@ -256,6 +257,7 @@ class Engine:
         `timeout`, and EngineClosedError if the engine takes no requests any more, or in a fork of
         the engine's process.
         """
+        options = with_own_names(options)
         if options.get("num_return_sequences") not in (None, 1):
             raise ValueError(
                 "add_request adds one request; add_requests takes num_return_sequences"

@@ -67,11 +67,11 @@ class GenerateOutput:
             is the most new tokens of a row. The padding of a prompt stays on its side; prompts of
             different lengths get the pad id on their left.
         token_ids: the sampled tokens, a stop token included.
-        texts: the texts of these tokens, which continue the prompts; None if the package has no
-            tokenizer.
+        texts: the texts of these tokens without a stop token, which continue the prompts; None if
+            the package has no tokenizer.
         finish_reasons: "stop" (a stop token, a stop string or a stopping criterion), "length",
-            "time" (max_time), or "invalid" (the model gave NaN or infinite logits, or no token was
-            allowed).
+            "repetition" (repetition_detection), "time" (max_time), or "invalid" (the model gave NaN
+            or infinite logits, or no token was allowed).
         seeds: the seeds, each of which reproduces its row.
         prompt_lengths: the numbers of prompt tokens, without padding.
         timing: the time of the whole batch.

@@ -27,6 +27,7 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
+from qsample.request.repetition import RepetitionDetector
 from qsample.request.sampling_params import (
     INT32_MAX,
     NUM_DRAWN_SEEDS,
@@ -85,6 +86,7 @@ def make_sequences(
     Raises:
         ValueError: If an argument of the call is wrong.
     """
+    call = _with_allowed_ids(call, interface, token_ids)
     if call.tokenizer is not None:
         tokenizer = choose_tokenizer(tokenizer, call.tokenizer, interface.vocab_size)
     bos = token_ids.bos if call.bos is None else call.bos
@@ -139,7 +141,16 @@ def make_sequences(
         text = None
         if tokenizer is not None:
             context = prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist()
-            text = GeneratedText(tokenizer, context, stop_strings)
+            text = GeneratedText(
+                tokenizer,
+                context,
+                stop_strings,
+                skip_special_tokens=call.skip_special_tokens,
+                include_stop_str_in_output=call.include_stop_str_in_output,
+            )
+        repetitions = None
+        if call.repetition_detection is not None:
+            repetitions = RepetitionDetector(call.repetition_detection)
         request = SequenceRequest(
             prompt=prompt.ids,
             parameters=parameters,
@@ -154,11 +165,57 @@ def make_sequences(
             grammar=grammars[index],
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
-        sequences.append(Sequence(request, Delivery(text), images))
+        sequences.append(Sequence(request, Delivery(text, repetitions), images))
     if not has_mask_function:
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+
+
+def _with_allowed_ids(call: Call, interface: Interface, token_ids: TokenIds) -> Call:
+    """A call with a mask or a grammar in place of its `allowed_token_ids`, which do not change in
+    the course of an answer. Raises ArgumentError."""
+    if call.allowed_token_ids is None:
+        return call
+    name = "allowed_token_ids"
+    for other in (ALLOWED_TOKENS.name, "grammar"):
+        if getattr(call, other) is not None:
+            raise ArgumentError(
+                f"{name} and {other} were given, which both say which tokens may come; give either",
+                name,
+            )
+    allowed = set(call.allowed_token_ids)
+    largest = max(allowed)
+    if largest >= interface.vocab_size:
+        refuse(name, largest, f"token ids of the model, 0 to {interface.vocab_size - 1}")
+    if interface.features.allowed_tokens:
+        mask = _mask_of(allowed, interface.sizes[MASK_WORDS])
+        return replace(call, allowed_tokens=mask)
+    if not interface.features.grammars:
+        raise ArgumentError(
+            f"{name} needs a package that was exported with allowed_tokens=True (--allowed-tokens) "
+            "or grammars=True (--grammars); export the model again",
+            name,
+        )
+
+    def with_own_stops(params: SamplingParams) -> SamplingParams:
+        """A grammar says when stop tokens may come, but not which of them, so the others go."""
+        stops = token_ids.eos if params.eos_token_id is None else params.eos_token_id
+        return replace(params, eos_token_id=tuple(stop for stop in stops if stop in allowed))
+
+    if isinstance(call.params, SamplingParams):
+        params: Any = with_own_stops(call.params)
+    else:
+        params = [with_own_stops(one) for one in call.params]
+    grammar = TokenGrammar.of_tokens(allowed, interface.vocab_size)
+    return replace(call, grammar=grammar, params=params)
+
+
+def _mask_of(allowed: abc.Collection[int], words: int) -> Array:
+    """The bitmask of some tokens, [words] int32."""
+    bits = np.zeros(words * 32, bool)
+    bits[list(allowed)] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _check_draws(params: list[SamplingParams], rows_per_prompt: int) -> None:

@@ -13,10 +13,13 @@ import numpy as np
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import DRAFT_IDS, RUNNING, STATUS_NAMES, STOPPED
 from qsample.images.prompt import ImagePrompt
+from qsample.request.repetition import RepetitionDetector
 from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import GeneratedText
 from qsample.runtime.adapters import Adapter
 
+# The finish reason of a row that repeats itself, vLLM's word.
+REPETITION_REASON: Final = "repetition"
 NO_TOKENS: Final[Array] = np.empty(0, dtype=np.int64)
 
 # The n-gram sizes that have to match before guesses resume at another place, longest first. A shorter
@@ -171,6 +174,11 @@ class SequenceRequest:
         return self.max_length - len(self.prompt)
 
     @property
+    def min_new_tokens(self) -> int:
+        """The number of sampled tokens before which nothing but a stop string ends the sequence."""
+        return int(self.parameters["min_length"]) - len(self.prompt)
+
+    @property
     def given_prompt(self) -> Array:
         """The prompt as its caller gave it, padding included."""
         return self.prompt if self.padded_prompt is None else self.padded_prompt
@@ -251,11 +259,13 @@ class Delivery:
 
     Attributes:
         text: decodes the tokens that were taken, and finds stop strings; None without a tokenizer.
+        repetitions: finds repetitions among the tokens that were taken; None if they end nothing.
         tokens_taken: the number of tokens that were taken.
         end_reason: why the sequence ended, if not because of the graph or a stop string.
     """
 
     text: GeneratedText | None = None
+    repetitions: RepetitionDetector | None = None
     tokens_taken: int = 0
     end_reason: str | None = None
 
@@ -334,8 +344,8 @@ class Sequence:
     def take(self, most: int | None = None) -> tuple[list[int], str]:
         """Hand on the tokens that were read since the last call.
 
-        The graph knows nothing of stop strings: a complete stop string ends the sequence, and the
-        tokens after it are left out.
+        The graph knows nothing of stop strings and repetitions: a complete stop string or
+        repetition ends the sequence, and the tokens after it are left out.
 
         Args:
             most: the most tokens to take; by default all.
@@ -345,19 +355,39 @@ class Sequence:
         """
         start = self.delivery.tokens_taken
         tokens = self.progress.sampled[start : self._complete_tokens][:most]
-        text = self.delivery.text
-        if text is None:
-            self.delivery.tokens_taken += len(tokens)
-            return tokens, ""
-        taken: list[int] = []
         pieces: list[str] = []
         for token in tokens:
-            taken.append(token)
-            pieces.append(text.put(token))
-            if text.stop_string is not None:
+            self.delivery.tokens_taken += 1
+            pieces.append(self._take_text(token))
+            self._end_if_repeated(token)
+            if self.stop_string is not None or self.delivery.end_reason is not None:
                 break
-        self.delivery.tokens_taken += len(taken)
-        return taken, "".join(pieces)
+        return tokens[: len(pieces)], "".join(pieces)
+
+    @property
+    def _graph_ended_here(self) -> bool:
+        """Whether the graph ended the row with the token that was taken last."""
+        return self.progress.status != RUNNING and self.delivery.tokens_taken == len(
+            self.progress.sampled
+        )
+
+    def _take_text(self, token: int) -> str:
+        """The text that the token taken last makes certain."""
+        text = self.delivery.text
+        if text is None:
+            return ""
+        is_stop_token = self._graph_ended_here and self.progress.status == STOPPED
+        return text.put(token, is_stop_token=is_stop_token)
+
+    def _end_if_repeated(self, token: int) -> None:
+        """End the sequence if the token taken last completes a repetition, and nothing else has
+        ended it there. As in vLLM, none counts before `min_new_tokens`."""
+        repetitions = self.delivery.repetitions
+        if repetitions is None or not repetitions.put(token):
+            return
+        is_early = self.delivery.tokens_taken < self.request.min_new_tokens
+        if not (is_early or self._graph_ended_here or self.stop_string is not None):
+            self.end(REPETITION_REASON)
 
     def end(self, reason: str) -> None:
         """End it. reason: the finish reason."""

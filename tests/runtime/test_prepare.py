@@ -275,3 +275,43 @@ def test_a_function_writes_the_masks_of_all_rows(fake_model: Callable[..., Causa
         assert outcome(engine.add_request(PROMPTS[2], FREE, seed=9)) == expected(
             PROMPTS[2], FREE, 9
         )
+
+
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_vllms_parameters_in_generate_and_in_an_engine(
+    double_buffering: bool, fake_model: Callable[..., CausalLM]
+) -> None:
+    model = fake_model(allowed_tokens=True)
+    letter = Tokenizer(byte_tokenizer()).encode("a", add_special_tokens=False)[0]
+    options: Any = {
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "allowed_token_ids": [letter],
+        "repetition_detection": {"max_pattern_size": 1, "min_count": 5},
+    }
+    stops: Any = {**options, "stop": "aaa", "repetition_detection": None}
+    output = model.generate(PROMPTS, n=2, seed=1, **options, double_buffering=double_buffering)
+    assert output.token_ids == [[letter] * 5] * 6
+    assert output.finish_reasons == ["repetition"] * 6
+    output = model.generate(PROMPTS, **stops, double_buffering=double_buffering)
+    assert output.texts == [""] * 3
+    output = model.generate(PROMPTS, **stops, include_stop_str_in_output=True)
+    assert output.texts == ["aaa"] * 3
+    with Engine(model, slots=2, double_buffering=double_buffering) as engine:
+        request = engine.add_request(PROMPTS[0], n=1, **options)
+        assert "".join(delta.text or "" for delta in request) == "aaaaa"
+        assert outcome(request) == ([letter] * 5, "repetition")
+        assert engine.add_request(PROMPTS[0], **stops).result(60).stop_string == "aaa"
+        with pytest.raises(ValueError, match="add_request adds one request"):
+            engine.add_request(PROMPTS[0], n=2, **options)
+
+
+def test_allowed_token_ids_that_are_wrong(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(allowed_tokens=True)
+    mask = np.full(model.interface.vocab_size // 32, -1, np.int32)
+    with pytest.raises(ValueError, match="allowed_token_ids and allowed_tokens were given"):
+        model.generate(PROMPTS, allowed_token_ids=[5], allowed_tokens=mask)
+    with pytest.raises(ValueError, match="allowed_token_ids is 99999; give token ids of the model"):
+        model.generate(PROMPTS, allowed_token_ids=[5, 99999])
+    with pytest.raises(ValueError, match=r"exported with allowed_tokens=True .* or grammars=True"):
+        fake_model().generate(PROMPTS, allowed_token_ids=[5])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qsample.contract.tensors import RUNNING, STOPPED
+from qsample.request.repetition import RepetitionDetection, RepetitionDetector
 from qsample.request.text.generated_text import GeneratedText
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import sequence as sequence_module
@@ -17,14 +18,19 @@ from qsample.runtime.sequence import Delivery, Placement, Progress, Sequence, Se
 from tests.helpers.fake_package import byte_tokenizer
 
 
-def make_sequence(stop_strings: list[str] | None = None, most: int = 10) -> Sequence:
+def make_sequence(
+    stop_strings: list[str] | None = None, most: int = 10, least: int = 0
+) -> Sequence:
     """A sequence with a prompt of three tokens; it has a text only with stop strings."""
     text = (
         None
         if stop_strings is None
         else GeneratedText(Tokenizer(byte_tokenizer()), [5, 6, 7], stop_strings)
     )
-    parameters = {"max_length": np.array(3 + most, dtype=np.int32)}
+    parameters = {
+        "max_length": np.array(3 + most, dtype=np.int32),
+        "min_length": np.array(3 + least, dtype=np.int32),
+    }
     return Sequence(SequenceRequest(np.array([5, 6, 7]), parameters, 0), Delivery(text))
 
 
@@ -110,3 +116,49 @@ def test_each_part_has_one_writer(part: type, writer: str) -> None:
         if assigns.search(path.read_text(encoding="utf-8"))
     }
     assert writers == {writer}
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8])
+def test_a_repetition_ends_a_sequence(window: int) -> None:
+    sequence = make_sequence()
+    detection = RepetitionDetection(max_pattern_size=2, min_count=3)
+    sequence.delivery.repetitions = RepetitionDetector(detection)
+    taken: list[int] = []
+    tokens = [4, 5, 6, 5, 6, 5, 6, 5, 6]
+    for start in range(0, len(tokens), window):
+        sequence.progress.sampled += tokens[start : start + window]
+        taken += sequence.take()[0]
+        if sequence.ended:
+            break
+    assert taken == sequence.token_ids == tokens[:7]
+    assert (sequence.ended, sequence.finish_reason) == (True, "repetition")
+
+
+@pytest.mark.parametrize(
+    ("status", "least", "reason"),
+    [(RUNNING, 0, "repetition"), (RUNNING, 3, "running"), (STOPPED, 0, "stop"), (2, 0, "length")],
+)
+def test_what_the_graph_says_comes_before_a_repetition(
+    status: int, least: int, reason: str
+) -> None:
+    sequence = make_sequence(least=least)
+    detection = RepetitionDetection(max_pattern_size=1, min_count=2)
+    sequence.delivery.repetitions = RepetitionDetector(detection)
+    sequence.progress.sampled += [9, 9]
+    sequence.progress.status = status
+    assert sequence.take() == ([9, 9], "")
+    assert sequence.finish_reason == reason
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_the_token_that_ends_a_row_is_text_only_if_texts_include_it(includes: bool) -> None:
+    text = GeneratedText(Tokenizer(byte_tokenizer()), [5], include_stop_str_in_output=includes)
+    sequence = make_sequence()
+    sequence.delivery.text = text
+    sequence.progress.sampled += token_ids_of("ab")
+    assert sequence.take() == (token_ids_of("ab"), "ab")
+    sequence.progress.sampled += token_ids_of("ab")
+    sequence.progress.status = STOPPED
+    assert sequence.take(1) == (token_ids_of("a"), "a")
+    assert sequence.take() == (token_ids_of("b"), "b" if includes else "")
+    assert text.whole == ("abab" if includes else "aba")

@@ -96,7 +96,7 @@ class Answers:
         answer_options = {
             **options,
             "outputs": self._outputs_of_answers(),
-            "stop_strings": body.stop,
+            **body.answer_arguments(),
         }
         if prediction is not None:
             answer_options["prediction"] = prediction

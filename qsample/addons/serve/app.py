@@ -316,7 +316,7 @@ class _Server:
         for prompt, tokens in zip(prompts, encoded, strict=True):
             echo = None
             if body.echo:
-                echo = prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+                echo = self._echo(model, body, prompt)
             for _ in range(body.num_choices):
                 choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
         form = await model.answer_form(body)
@@ -327,6 +327,12 @@ class _Server:
         await answers.start(encoded, params, self._settings.request_timeout)
         self._metrics.count_ignored(model.base, body.ignored)
         return await _response(answers, body)
+
+    def _echo(self, model: ServedModel, body: CompletionRequest, prompt: str | list[int]) -> str:
+        """The text of a prompt in front of its continuation."""
+        if isinstance(prompt, str):
+            return prompt
+        return model.tokenizer.decode(prompt, skip_special_tokens=body.skip_special_tokens)
 
     async def chat(self, body: ChatCompletionRequest) -> Response:
         """Answer a conversation."""

@@ -18,6 +18,7 @@ from qsample.addons.serve.requests import CompletionRequest, GenerationRequest
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
 from qsample.runtime import Delta, RequestOutput
+from qsample.runtime.sequence import REPETITION_REASON
 
 Event = dict[str, Any]
 
@@ -151,9 +152,12 @@ class Choice(ABC):
     def _end(self, output: RequestOutput) -> Event:
         """OpenAI's finish reason, and vLLM's stop reason.
 
-        The finish reason after a timeout is "length". The stop reason is the stop string or token
-        that ended the answer, "timeout", or None for the model's end of text.
+        The finish reason after a timeout is "length", and after a repetition vLLM's "repetition".
+        The stop reason is the stop string or token that ended the answer, "timeout",
+        "repetition_detected", or None for the model's end of text.
         """
+        if output.finish_reason == REPETITION_REASON:
+            return {"finish_reason": REPETITION_REASON, "stop_reason": "repetition_detected"}
         if output.finish_reason != "stop":
             stop_reason = "timeout" if output.finish_reason == "time" else None
             return {"finish_reason": "length", "stop_reason": stop_reason}
@@ -338,6 +342,7 @@ class CompletionChoice(Choice):
         super().__init__(index, model, body, prompt)
         self._echo = echo
         self._next_text_offset = len(echo or "")
+        self._skip_special_tokens = body.skip_special_tokens
 
     def start(self) -> list[Event]:
         choice = self._choice(self._echo or "")
@@ -355,7 +360,7 @@ class CompletionChoice(Choice):
             choice["logprobs"] = self._logprobs(
                 delta.token_ids, delta.outputs, self._next_text_offset
             )
-            self._next_text_offset += sum(map(self._model.token_texts.width, delta.token_ids))
+            self._next_text_offset += sum(map(self._width, delta.token_ids))
         if self._prompt_ids is not None:
             choice["token_ids"] = delta.token_ids
         return choice
@@ -370,6 +375,10 @@ class CompletionChoice(Choice):
                 self._model.token_texts, self._num_prompt_alternatives
             )
         return choice
+
+    def _width(self, token: int) -> int:
+        """The number of characters of a token in the text."""
+        return self._model.token_texts.width(token, skip_special_tokens=self._skip_special_tokens)
 
     def _choice(self, text: str) -> Event:
         return {"index": self._index, "text": text, "logprobs": None, "finish_reason": None}
@@ -389,7 +398,7 @@ class CompletionChoice(Choice):
             "top_logprobs": [None] if self._num_alternatives else None,
             "text_offset": [0],
         }
-        rest = self._logprobs(others, self.scores.outputs, texts.width(first))
+        rest = self._logprobs(others, self.scores.outputs, self._width(first))
         return dict(joined_events(start, rest))
 
     def _logprobs(
@@ -414,7 +423,7 @@ class CompletionChoice(Choice):
             strings.append(string)
             values.append(value)
             text_offsets.append(text_offset)
-            text_offset += texts.width(token)
+            text_offset += self._width(token)
             likeliest = {
                 texts.of(int(other))[0]: _finite(logprob)
                 for other, logprob in _likeliest(outputs, index, self._num_alternatives)

@@ -24,8 +24,8 @@ class Completion(Body):
     created: int = Field(description="The time of the request, in seconds since 1970.")
     choices: list[dict[str, Any]] = Field(
         description=(
-            'Objects with index, finish_reason ("stop", "length" or "tool_calls"), stop_reason '
-            "(the stop string or token), logprobs, and the text, or the message with role, "
+            'Objects with index, finish_reason ("stop", "length", "tool_calls" or "repetition"), '
+            "stop_reason (the stop string or token), logprobs, and the text, or the message with role, "
             "content, reasoning and tool_calls."
         )
     )

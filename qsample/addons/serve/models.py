@@ -248,6 +248,9 @@ class ServedModel:
                 fields["max_new_tokens"] = request.default_token_limit
         if "logit_bias" in fields and not self.interface.features.logit_bias:
             raise without_feature("logit_bias", param="logit_bias")
+        features = self.interface.features
+        if request.allowed_token_ids and not (features.allowed_tokens or features.grammars):
+            raise without_feature("allowed_tokens", param="allowed_token_ids")
         if request.ignore_eos or request.stop_token_ids:
             ends = [] if request.ignore_eos else list(self.ends)
             ends += request.stop_token_ids or []
@@ -377,6 +380,13 @@ class ServedModel:
             budget = self._reasoning_budget
         if budget < 0:
             return None
+        if request.allowed_token_ids is not None:
+            raise ApiError(
+                400,
+                "allowed_token_ids and a limit of the thoughts both constrain the answer; leave "
+                "allowed_token_ids out, or give thinking_token_budget: -1",
+                param="allowed_token_ids",
+            )
         reason = None
         if self._reasoning_format is None:
             reason = "this server does not know the thoughts of the model; start it with --reasoning-parser"
@@ -803,9 +813,11 @@ class TokenTexts:
         self._first_token = self._find_first_token()
         self.of = lru_cache(maxsize=2**16)(self._of)
 
-    def width(self, token: int) -> int:
-        """The number of characters of a token in a text. Texts contain no special tokens."""
-        return 0 if self._tokenizer.is_skipped(token) else len(self.of(token)[0])
+    def width(self, token: int, *, skip_special_tokens: bool = True) -> int:
+        """The number of characters of a token in a text. skip_special_tokens: whether special tokens
+        have none."""
+        is_skipped = self._tokenizer.is_skipped(token, skip_special_tokens=skip_special_tokens)
+        return 0 if is_skipped else len(self.of(token)[0])
 
     def _find_first_token(self) -> int | None:
         """A token that stands in front of each other token to decode that: some decoders drop a

@@ -21,14 +21,9 @@ _JSON_ON_ONE_LINE: Final = "JSON is written on one line, as json.dumps does; lea
 _COMMON: Final[Refusals] = {
     **refusals("use_beam_search early_stopping", _NO_BEAMS, False),
     "length_penalty": Refusal(_NO_BEAMS, (1,)),
-    "skip_special_tokens": Refusal("return_token_ids returns special tokens, too", (True,)),
-    # Answers contain no special tokens.
+    # The decoders of the tokenizers library write no blanks between special tokens.
     "spaces_between_special_tokens": Refusal(_LEAVE_OUT, (True, False)),
-    "include_stop_str_in_output": Refusal("stop_reason has the stop string", (False,)),
     "truncate_prompt_tokens": Refusal("cut the prompt yourself; /tokenize counts its tokens"),
-    "allowed_token_ids": Refusal(
-        "guided_choice, guided_regex and guided_grammar constrain an answer"
-    ),
     "logits_processors": Refusal("a server runs no programs of its clients", ([],)),
     "return_tokens_as_token_ids": Refusal(
         "return_token_ids returns them next to the text", (False,)
@@ -37,7 +32,12 @@ _COMMON: Final[Refusals] = {
         "requests share cached prompts; start a server for each group that must not"
     ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
-    "repetition_detection": Refusal("frequency_penalty keeps an answer from repeating itself"),
+    **refusals(
+        "logprob_token_ids prompt_logprob_token_ids",
+        "a package returns the log-probabilities of its likeliest tokens; ask for as many as it has, or score "
+        "each token as the last of a prompt, with echo and logprobs",
+        [],
+    ),
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
     "guided_decoding_backend": Refusal("llguidance does it; leave it out", ("auto", "guidance")),

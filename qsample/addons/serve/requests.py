@@ -33,6 +33,7 @@ from qsample.addons.serve.http import ApiError, JsonBody
 from qsample.addons.serve.refusals import COMPLETIONS, STRUCTURED_OUTPUTS, Refusals
 from qsample.contract.tensors import MOST_SPECULATIVE_TOKENS
 from qsample.request.grammar import Form
+from qsample.request.repetition import RepetitionDetection, read_repetition_detection
 from qsample.request.sampling_params import (
     FILTER_FIELDS,
     HELP,
@@ -272,6 +273,30 @@ else:
     )
 
 
+class RepetitionDetectionFields(Body):
+    """The repetitions that end an answer, with vLLM's fields."""
+
+    max_pattern_size: StrictInt = Field(
+        default=0, description="The largest number of tokens of the repeated pattern; 0 is off."
+    )
+    min_pattern_size: StrictInt = Field(
+        default=0, description="The smallest number of tokens of the pattern; 0 counts as 1."
+    )
+    min_count: StrictInt = Field(
+        default=0, description="The number of repetitions that end the answer, at least 2."
+    )
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> RepetitionDetectionFields:
+        _ = self.detection
+        return self
+
+    @property
+    def detection(self) -> RepetitionDetection | None:
+        """The repetitions; None if they are off. Raises ValueError for a number out of its range."""
+        return read_repetition_detection("repetition_detection", self.model_dump())
+
+
 class GenerationRequest(FilterFields):
     """The fields of completions and chats. Names, ranges and defaults are OpenAI's, and from
     `top_k` on vLLM's."""
@@ -355,6 +380,21 @@ class GenerationRequest(FilterFields):
     )
     ignore_eos: StrictBool = Field(
         default=False, description="Whether the model's stop tokens do not end an answer."
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        default=None,
+        min_length=1,
+        description="The ids of the tokens that an answer may have, stop tokens included.",
+    )
+    skip_special_tokens: StrictBool = Field(
+        default=True, description="Whether special tokens have no text in the answer."
+    )
+    include_stop_str_in_output: StrictBool = Field(
+        default=False,
+        description="Whether the answer includes the stop string, or the stop token, that ends it.",
+    )
+    repetition_detection: RepetitionDetectionFields | None = Field(
+        default=None, description="The repetitions that end an answer."
     )
     structured_outputs: StructuredOutputs | None = Field(
         default=None, description="The form of the answer, in vLLM's words."
@@ -506,6 +546,18 @@ class GenerationRequest(FilterFields):
             fields["logit_bias"] = biases
         return fields
 
+    def answer_arguments(self) -> dict[str, Any]:
+        """The fields of `Call` that the request sets for its answers."""
+        arguments: dict[str, Any] = {
+            "stop_strings": self.stop,
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "allowed_token_ids": self.allowed_token_ids,
+        }
+        if self.repetition_detection is not None:
+            arguments["repetition_detection"] = self.repetition_detection.detection
+        return arguments
+
     def seeds(self) -> list[int]:
         """A seed for each answer to a prompt: `seed` and its successors. A negative seed is counted
         from the end of the range."""
@@ -517,11 +569,19 @@ class GenerationRequest(FilterFields):
         """The form that every answer has to follow; None for any text.
 
         Raises:
-            ApiError: the request has several forms, or asks for tokens after the end of the form.
+            ApiError: the request has several forms, or constrains the answer in another way, too, or
+                asks for tokens after the end of the form.
         """
         form = self._given_form()
         if form is None:
             return None
+        if self.allowed_token_ids is not None:
+            raise ApiError(
+                400,
+                "allowed_token_ids and a schema, a choice or a grammar both constrain the answer; "
+                "give either",
+                param="allowed_token_ids",
+            )
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
                 raise ApiError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -72,6 +72,24 @@ class TokenGrammar:
     distances: Array
     late: Array
     drafts: Array
+
+    @classmethod
+    def of_tokens(cls, allowed: Collection[int], vocab_size: int) -> TokenGrammar:
+        """The tables for answers of some tokens in any order, which may end at any place.
+
+        Args:
+            allowed: the tokens.
+            vocab_size: V.
+        """
+        classes = np.zeros(vocab_size, np.int32)
+        classes[list(allowed)] = 1
+        return cls(
+            classes=classes,
+            transitions=np.array([[FREE_ROW, FREE_ROW], [-1, START_ROW]], np.int32),
+            distances=np.zeros(2, np.int32),
+            late=np.array([FREE_ROW, START_ROW], np.int32),
+            drafts=np.full(2, -1, np.int32),
+        )
 
     @property
     def shortest(self) -> int:

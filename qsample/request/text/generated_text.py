@@ -119,8 +119,9 @@ class StopStrings:
     r"""Finds the stop string that is complete first, however the text is cut into pieces.
 
     If several stop strings are complete with the same character, the longest counts. Text that may
-    be the beginning of a stop string is held back until it is certain. The work for a character
-    depends neither on the number of stop strings nor on the length of the text that is held back.
+    be the beginning of a stop string is held back until it is certain, unless the text ends with the
+    stop string. The work for a character depends neither on the number of stop strings nor on the
+    length of the text that is held back.
 
     Attributes:
         match: the stop string that was found; None before that.
@@ -130,8 +131,10 @@ class StopStrings:
     ('one', '', '\n\n')
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: Sequence[str], *, include_match: bool = False) -> None:
+        """include_match: whether the text ends with the stop string, not before it."""
         self._automaton = _automaton(tuple(strings))
+        self._include_match = include_match
         self._state = 0
         self.match: str | None = None
 
@@ -142,6 +145,8 @@ class StopStrings:
         automaton = self._automaton
         if not automaton.next[0]:
             return piece
+        if self._include_match:
+            return self._put_included(piece)
         certain: list[str] = []
         for character in piece:
             before = self._state
@@ -159,8 +164,19 @@ class StopStrings:
                 break
         return "".join(certain)
 
+    def _put_included(self, piece: str) -> str:
+        """`piece` up to the end of the stop string. Nothing has to be held back for that."""
+        for end, character in enumerate(piece, start=1):
+            self._state = self._automaton.follow(self._state, character)
+            self.match = self._automaton.complete[self._state]
+            if self.match is not None:
+                return piece[:end]
+        return piece
+
     def end(self) -> str:
         """The text that was held back, as no more text comes."""
+        if self._include_match:
+            return ""
         automaton = self._automaton
         held = automaton.spelled[self._state][: automaton.size[self._state]]
         self._state = 0
@@ -277,14 +293,32 @@ def _returned_length(returned: str, text: str) -> int:
 
 
 class GeneratedText:
-    """The text of a row as its tokens come, cut off before its first stop string."""
+    """The text of a row as its tokens come, up to its first stop string or its stop token."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop_strings: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_str_in_output: bool = False,
     ) -> None:
-        """prompt: the tokens before the first new token; see `IncrementalDecoder`."""
-        self._decoder = IncrementalDecoder(tokenizer, prompt)
-        self._stops = StopStrings(stop_strings)
+        """Begin a text.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            prompt: the tokens before the first new token; see `IncrementalDecoder`.
+            stop_strings: the texts that end the text.
+            skip_special_tokens: whether special tokens have no text.
+            include_stop_str_in_output: whether the text includes the stop string, or the stop
+                token, that ends it; vLLM's name.
+        """
+        self._decoder = IncrementalDecoder(
+            tokenizer, prompt, skip_special_tokens=skip_special_tokens
+        )
+        self._stops = StopStrings(stop_strings, include_match=include_stop_str_in_output)
+        self._includes_stop_token = include_stop_str_in_output
         self._pieces: list[str] = []
 
     @property
@@ -297,8 +331,10 @@ class GeneratedText:
         """All text so far."""
         return "".join(self._pieces)
 
-    def put(self, token: int) -> str:
-        """The text that `token` makes certain."""
+    def put(self, token: int, *, is_stop_token: bool = False) -> str:
+        """The text that `token` makes certain. is_stop_token: whether the token ends the row."""
+        if is_stop_token and not self._includes_stop_token:
+            return ""
         piece = self._stops.put(self._decoder.put(token))
         self._pieces.append(piece)
         return piece

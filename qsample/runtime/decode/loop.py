@@ -514,7 +514,7 @@ class DecodeLoop:
             if accepted_guesses > 0:
                 self._scheduler.count_accepted_guesses(sequence, accepted_guesses)
             self._deliver(sequence)
-            if sequence.stop_string is not None and sequence.placement.slot is not None:
+            if sequence.ended and sequence.placement.slot is not None:
                 self.leave(sequence)
 
     def _check_contract(self, result: _ReadResult) -> None:

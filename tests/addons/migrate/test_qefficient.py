@@ -15,7 +15,9 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.addons.migrate import qefficient
 from qsample.addons.migrate.qefficient import (
+    AI100_COMPILE,
     IGNORED_COMPILE,
+    NEAREST_COMPILE,
     QEFFICIENT,
     REFUSED_COMPILE,
     REFUSED_QAIC_CONFIG,
@@ -58,10 +60,18 @@ def read_generate(inputs: Any, params: Any, keywords: dict[str, Any], features: 
     return read.inputs, read.params, read.keywords
 
 
-def its_program(name: str, tokenizer: Any, *, greedy: bool) -> tuple[Any, Any]:
-    """What its example of sampling on the device calls, with every argument that this example gives, except for the
-    number of cores and the random numbers."""
+def its_program(
+    name: str, tokenizer: Any, *, greedy: bool, on_ai100: bool = False
+) -> tuple[Any, Any]:
+    """What its example of sampling on the device calls, with every argument that this example gives.
+
+    on_ai100: whether the arguments are there that only Cloud AI 100 takes, as the example's usage has them.
+    """
     rows = 2
+    rng = np.random.default_rng(26)
+    numbers = np.tile(rng.uniform(0, 1, 512), (rows, 1)).astype(np.float32)
+    its_compile = {"num_cores": 16, "mos": 1, "aic_enable_depth_first": True} if on_ai100 else {}
+    its_sampling = {"random_numbers": numbers} if on_ai100 else {}
 
     def column(value: float, dtype: type) -> Any:
         return np.full((rows, 1), value, dtype)
@@ -82,16 +92,17 @@ def its_program(name: str, tokenizer: Any, *, greedy: bool) -> tuple[Any, Any]:
         batch_size=1,
         full_batch_size=rows,
         num_devices=0,  # it passes the length of an empty group of devices
-        mxfp6_matmul=False,
-        mxint8_kv_cache=False,
+        mxfp6_matmul=on_ai100,
+        mxint8_kv_cache=on_ai100,
         num_speculative_tokens=0,
+        **its_compile,
     )
-    mask = np.arange(model.config.vocab_size) % 3 > 0
+    mask = np.arange(model.model.config.vocab_size) % 3 > 0
     output = model.generate(
         tokenizer=tokenizer,
         prompts=["Hi", "Hello there"],
         prompts_txt_file_path=None,
-        device_id=None,
+        device_id=[0, 1, 2, 3] if on_ai100 else None,
         generation_len=20,
         include_sampler=True,
         return_pdfs=False,
@@ -104,8 +115,9 @@ def its_program(name: str, tokenizer: Any, *, greedy: bool) -> tuple[Any, Any]:
             "top_ps": column(0.89, np.float32),
             "min_ps": column(0.1, np.float32),
             "token_bitmasks": np.tile(mask, (rows, 1)),
+            **its_sampling,
         },
-        **({} if greedy else {"seed": 26}),
+        **({} if greedy or on_ai100 else {"seed": 26}),
     )
     return qpc, output
 
@@ -153,6 +165,32 @@ def test_its_example_runs_with_another_import_line(checkpoint: Callable[[str], P
 
 
 @pytest.mark.ci
+def test_its_example_with_the_options_of_cloud_ai_100(checkpoint: Callable[[str], Path]) -> None:
+    """The nearest formats take their place, a warning of a line says so, and the random numbers decide the tokens."""
+    from transformers import AutoTokenizer
+
+    name = str(checkpoint("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    with pytest.warns(UserWarning, match="QEfficient's arguments") as said:
+        package, output = its_program(name, tokenizer, greedy=False, on_ai100=True)
+    of_it = [warning for warning in said if "QEfficient" in str(warning.message)]
+    assert [str(warning.message) for warning in of_it] == [
+        'QEfficient\'s arguments: mxfp6_matmul is weights="int8" here; mxint8_kv_cache is '
+        'kv_cache_dtype="int8" here; no effect here: num_cores, mos, aic_enable_depth_first',
+        "QEfficient's arguments: no effect here: device_id; the random_numbers of a row choose its seed",
+    ]
+    assert {warning.filename for warning in of_it} == {__file__}
+    options = package.package.manifest.compilation.options
+    assert (options["weights"], options["kv_cache_dtype"]) == ("int8", "int8")
+    with pytest.warns(UserWarning, match="QEfficient's arguments"):
+        assert (
+            its_program(name, tokenizer, greedy=False, on_ai100=True)[1].token_ids
+            == output.token_ids
+        )
+    assert output.seeds[0] == output.seeds[1]  # the example repeats a row of random numbers
+
+
+@pytest.mark.ci
 def test_its_first_program(checkpoint: Callable[[str], Path]) -> None:
     """`compile` changes the model in place, and prompts are continued greedily; positional arguments, too."""
     from transformers import AutoTokenizer
@@ -175,6 +213,9 @@ def test_every_argument_of_its_compile_is_known() -> None:
         "full_batch_size",
         *REFUSED_COMPILE,
         *IGNORED_COMPILE,
+        *NEAREST_COMPILE,
+        *AI100_COMPILE,
+        "aic_enable_depth_first",
         *inspect.signature(CompileOptions).parameters,
     }
     read = read_compile(ITS_DEFAULTS)
@@ -194,12 +235,12 @@ def test_every_argument_of_its_compile_is_known() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mxint8_kv_cache": True}, 'mxint8_kv_cache is True, .*give kv_cache_dtype="int8"'),
+        ({"mxint8_kv_cache": "yes"}, "mxint8_kv_cache is 'yes'; give True or False"),
         (
-            {"mxfp6_matmul": True, "num_cores": 16},
-            "mxfp6_matmul is True.*give weights=.*; num_cores is 16, which is not",
+            {"prefill_only": True, "compile_dir": "x"},
+            "prefill_only is True, .*leave it out; compile_dir is 'x', which is not supported: give path",
         ),
-        ({"aic_enable_depth_first": True, "mos": 1}, "Cloud AI 100's compiler; leave it out"),
+        ({"convert_to_fp16": True}, 'give from_pretrained dtype="float16"'),
     ],
 )
 def test_arguments_without_a_meaning_here_are_refused(
@@ -207,6 +248,61 @@ def test_arguments_without_a_meaning_here_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained("some/model").compile(tmp_path / "package", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "said"),
+    [
+        ({"mxfp6_matmul": True}, {"weights": "int8"}, 'mxfp6_matmul is weights="int8" here'),
+        (
+            {"mxint8_kv_cache": True},
+            {"kv_cache_dtype": "int8"},
+            "mxint8_kv_cache is kv_cache_dtype",
+        ),
+        ({"mxfp6_matmul": True, "weights": "int4"}, {"weights": "int4"}, None),
+        ({"num_cores": None, "aic_hw_version": None, "aic_num_cores": False}, {}, None),
+        ({"num_cores": 16}, {}, "no effect here: num_cores"),
+        (
+            {"aic_pmu_recipe": "KernelUtil", "enable_qnn": True},
+            {},
+            "no effect here: aic_pmu_recipe, enable_qnn",
+        ),
+    ],
+)
+def test_the_nearest_of_what_is_missing(
+    given: dict[str, Any], read: dict[str, Any], said: str | None
+) -> None:
+    if said is None:
+        assert read_compile(given) == read
+        return
+    with pytest.warns(UserWarning, match=said):
+        assert read_compile(given) == read
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("My name is\n  The sun \n", encoding="utf-8")
+    given = {"prompts_txt_file_path": str(path), "device_id": [0]}
+    inputs, _, rest = read_generate(None, None, given, Features())
+    assert (inputs, rest) == (["My name is", "The sun"], {"do_sample": False})
+    with pytest.warns(UserWarning, match="prompts_txt_file_path takes the place of prompts"):
+        assert read_generate(None, None, {**given, "prompts": ["a"]}, Features())[0] == inputs
+
+
+def test_random_numbers_choose_seeds() -> None:
+    numbers = np.random.default_rng(0).random((3, 8), np.float32)
+
+    def seeds(**given: Any) -> list[int]:
+        with pytest.warns(UserWarning, match="random_numbers of a row choose its seed"):
+            params = read_generate("a", None, {"sampling_params": given}, Features())[1]
+        return [row.seed for row in (params if isinstance(params, list) else [params])]
+
+    found = seeds(random_numbers=numbers)
+    assert len({*found}) == 3
+    assert seeds(random_numbers=numbers[::-1].astype(np.float64)) == found[::-1]
+    assert seeds(random_numbers=numbers[:1], temperatures=np.ones((2, 1))) == found[:1] * 2
+    own = {"sampling_params": {"random_numbers": numbers}, "seed": 4}
+    assert read_generate("a", None, own, Features())[2] == {"seed": 4}
 
 
 def test_the_config_names_features() -> None:
@@ -271,8 +367,8 @@ def test_rows_of_sampling_params() -> None:
     ("given", "message"),
     [
         (
-            {"sampling_params": {"random_numbers": np.zeros((1, 512))}},
-            "random_numbers is of type ndarray.*seed=",
+            {"sampling_params": {"random_numbers": np.zeros(512)}},
+            r"random_numbers of sampling_params is float64 \(512,\); give floats of shape \[512, n\]",
         ),
         (
             {"sampling_params": {"temperature": 1}},
@@ -310,6 +406,8 @@ def test_the_page_has_every_name() -> None:
         *REFUSED_SAMPLING_PARAMS,
         *REFUSED_COMPILE,
         *IGNORED_COMPILE,
+        *NEAREST_COMPILE,
+        *AI100_COMPILE,
     ):
         assert re.search(rf"`[^`]*\b{name}\b", PAGE), name
     for name in ITS_GENERATE:

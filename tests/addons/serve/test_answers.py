@@ -20,6 +20,7 @@ from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError, EventStream, while_connected
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.contract.interface import Features
+from qsample.request.repetition import RepetitionDetection
 from qsample.request.structured.grammars import PreparedForm
 from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime import RequestOutput, SamplingParams
@@ -123,7 +124,11 @@ def test_a_document() -> None:
 
 
 def test_what_the_engine_is_given() -> None:
-    body = completion(n=2, stop=["x"], priority=-3, echo=True, logprobs=0)
+    ends: Any = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    repeated = {"max_pattern_size": 2, "min_count": 3}
+    body = completion(
+        n=2, stop=["x"], priority=-3, echo=True, logprobs=0, repetition_detection=repeated, **ends
+    )
     scoring = Scripted(output=ended(6))
     play = Play(body, scoring, *map(answer, "abcd"))
     masks: Any = object()
@@ -142,7 +147,8 @@ def test_what_the_engine_is_given() -> None:
         [5],
         {"outputs": ranked, **options},
     )
-    options |= {"outputs": ["logprobs"], "stop_strings": ["x"]}
+    options |= {"outputs": ["logprobs"], "stop_strings": ["x"], "allowed_token_ids": None, **ends}
+    options["repetition_detection"] = RepetitionDetection(max_pattern_size=2, min_count=3)
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
     guides = []
     for request, row, seed in zip(

@@ -46,7 +46,8 @@ VLLM: dict[str, list[Any]] = {
     "guided_json": [], "guided_regex": [], "guided_choice": [], "guided_grammar": [], "guided_json_object": [False],
     "guided_decoding_backend": ["auto"], "guided_whitespace_pattern": [], "priority": [0], "request_id": ["x"],
     "logits_processors": [[]], "return_tokens_as_token_ids": [False], "return_token_ids": [False], "cache_salt": [],
-    "kv_transfer_params": [{}], "vllm_xargs": [{}], "repetition_detection": [], "response_format": [{"type": "text"}],
+    "kv_transfer_params": [{}], "vllm_xargs": [{}],
+    "repetition_detection": [{}, {"max_pattern_size": 0}], "response_format": [{"type": "text"}],
 }  # fmt: skip
 OF_CHAT: dict[str, list[Any]] = {
     "add_generation_prompt": [True], "continue_final_message": [False], "add_special_tokens": [False],

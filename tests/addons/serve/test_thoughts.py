@@ -261,6 +261,16 @@ def test_values_that_are_no_budgets(qwen: TestClient) -> None:
     error_of(qwen, MESSAGES, **body_of(thinking={"type": "enabled", "budget_tokens": 0}))
 
 
+def test_a_budget_beside_allowed_tokens(qwen: TestClient) -> None:
+    """A grammar would end the thoughts with tokens that may not come."""
+    fields = body_of(allowed_token_ids=[67], max_tokens=3)
+    error = error_of(qwen, **fields, thinking_token_budget=5)
+    assert error["param"] == "allowed_token_ids"
+    assert "or give thinking_token_budget: -1" in error["message"]
+    document = post(qwen, **fields, thinking_token_budget=-1)
+    assert document["usage"]["completion_tokens"] == 3
+
+
 def test_anthropics_switches(qwen: TestClient) -> None:
     """Thoughts that are disabled or omitted are not shown."""
     fields = body_of(**FORM)

@@ -152,3 +152,23 @@ def test_rows_with_the_same_stop_strings_share_an_automaton() -> None:
     del first, second
     gc.collect()
     assert ("END",) not in generated_text._AUTOMATA
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_texts_that_include_their_stop_string(size: int) -> None:
+    """The text ends with the stop string that is complete first, and nothing is held back."""
+    generator = random.Random(size)
+    for _ in range(200):
+        strings = ["".join(generator.choices("ab", k=generator.randrange(1, 4))) for _ in range(2)]
+        text = "".join(generator.choices("abc", k=20))
+        stops = StopStrings(strings, include_match=True)
+        given = ""
+        found = ""
+        for start in range(0, len(text), size):
+            given += text[start : start + size]
+            found += stops.put(text[start : start + size])
+            assert stops.match is not None or found == given
+        ends = [end for end in range(21) if text[:end].endswith(tuple(strings))]
+        assert found + stops.end() == (text[: ends[0]] if ends else text)
+        if ends:
+            assert stops.match == max(filter(found.endswith, strings), key=len)
