@@ -151,6 +151,6 @@ def _warn(
     more = f" and {len(changed) - _MOST_NAMED} others" if len(changed) > _MOST_NAMED else ""
     warnings.warn(
         f"{type(tokenizer).__name__} of transformers {version('transformers')} cuts texts in another way than the "
-        f"{TOKENIZER_FILE} of {name}: {', '.join(changed[:_MOST_NAMED])}{more} have other tokens; {which}",
+        f"{TOKENIZER_FILE} of {name}, with other tokens for {', '.join(changed[:_MOST_NAMED])}{more}; {which}",
         stacklevel=4,
     )
