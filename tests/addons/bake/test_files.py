@@ -527,6 +527,7 @@ def test_the_search_of_a_genai_config_becomes_the_defaults(
     assert own == {"top_k": 7, "do_sample": True, "pad_token_id": 0, "eos_token_id": [3]}
 
 
+@pytest.mark.ci
 def test_beams_of_a_genai_config_are_named_where_they_would_run(
     decoder: Decoder, tmp_path: Path
 ) -> None:
