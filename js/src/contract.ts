@@ -119,8 +119,6 @@ export const UNSUPPORTED: Readonly<Record<string, readonly unknown[]>> = {
   "encoder_no_repeat_ngram_size": [0],
   "force_words_ids": [[]],
   "constraints": [[]],
-  "sequence_bias": [[], {}],
-  "suppress_tokens": [[]],
   "begin_suppress_tokens": [[]],
   "forced_bos_token_id": [],
   "forced_eos_token_id": [],

@@ -20,6 +20,10 @@ export interface SamplingOptions extends Numbers {
   seed?: Seed | readonly Seed[] | null;
   /** Token id → a number added to its logit; -Infinity forbids the token. */
   logitBias?: Readonly<Record<number, number>> | ReadonlyMap<number, number> | null;
+  /** transformers' logitBias, for single tokens: a list of [[token id], number]. The biases of a token add up. */
+  sequenceBias?: readonly (readonly [readonly [number], number])[] | null;
+  /** Token ids that are never sampled. */
+  suppressTokens?: readonly number[] | null;
   /** 2: Mirostat 2.0, after the other filters; 0: off. */
   mirostat?: number | null;
   /** Token ids, or texts of a single token each, that end a repetition of DRY. */
@@ -53,7 +57,8 @@ export interface Params {
 export const INT32_MAX = 2 ** 31 - 1;
 const SEEDS = 2n ** 63n;
 const OWN: Record<string, string> = {
-  do_sample: "doSample", eos_token_id: "eosTokenId", seed: "seed", logit_bias: "logitBias", mirostat: "mirostat",
+  do_sample: "doSample", eos_token_id: "eosTokenId", seed: "seed", logit_bias: "logitBias", sequence_bias: "sequenceBias",
+  suppress_tokens: "suppressTokens", mirostat: "mirostat",
   dry_sequence_breakers: "drySequenceBreakers", bad_words_ids: "badWordsIds", bad_words: "badWords", stop_strings: "stop",
   grammar: "grammar", thinking_token_budget: "thinkingTokenBudget",
 };
@@ -131,7 +136,17 @@ export function resolve(config: Readonly<Record<string, unknown>>, options: Samp
   return {
     values,
     eos: given.eos_token_id === null ? [] : eos,
-    bias: read("logit_bias", biases, []),
+    bias: [
+      ...read("logit_bias", biases, []),
+      ...read("sequence_bias", (value, what) => {
+        const accepted = "a list of [[token id], number], for single tokens, or null";
+        const pairs = listOf(value, what, accepted, "sequenceBias", (item): item is [[number], number] =>
+          Array.isArray(item) && item.length === 2 && Array.isArray(item[0]) && item[0].length === 1);
+        return biases(new Map(pairs.map(([[token], amount]) => [token, amount])), what, "sequenceBias");
+      }, []),
+      ...read("suppress_tokens", (value, what) =>
+        unique(idList(value, what, "suppressTokens")).map((token): [number, number] => [token, -Infinity]), []),
+    ],
     breakers: read("dry_sequence_breakers", (value, what) => {
       const accepted = "a list of token ids, and of texts that are a single token, or null";
       return listOf(value, what, accepted, "drySequenceBreakers", (item): item is number | string => isInteger(item) || isText(item));
@@ -212,14 +227,14 @@ function idList(value: unknown, what: string, param: string): number[] {
   return listOf(value, what, "a token id >= 0, or a list of them", param, (item): item is number => isInteger(item));
 }
 
-function biases(value: unknown, what: string): [number, number][] {
+function biases(value: unknown, what: string, param = "logitBias"): [number, number][] {
   const entries = value instanceof Map ? [...value] : typeof value === "object" ? Object.entries(value as object) : null;
-  if (!entries) throw new ArgumentError(`${what} is ${shown(value)}; give an object of token ids and numbers, or null`, "logitBias");
+  if (!entries) throw new ArgumentError(`${what} is ${shown(value)}; give an object of token ids and numbers, or null`, param);
   return entries.map(([key, amount]) => {
     const token = Number(key);
-    if (!isInteger(token)) throw new ArgumentError(`${what} has the token id ${shown(key)}; give an integer >= 0`, "logitBias");
+    if (!isInteger(token)) throw new ArgumentError(`${what} has the token id ${shown(key)}; give an integer >= 0`, param);
     if (typeof amount !== "number" || Number.isNaN(amount) || amount > 3.4028235e38 || (amount < -3.4028235e38 && amount !== -Infinity)) {
-      throw new ArgumentError(`${what} of token ${token} is ${shown(amount)}; give a finite number, or -Infinity to forbid it`, "logitBias");
+      throw new ArgumentError(`${what} of token ${token} is ${shown(amount)}; give a finite number, or -Infinity to forbid it`, param);
     }
     return [token, amount];
   });

@@ -53,6 +53,15 @@ describe("options", () => {
     resolve({ num_beams: 1, guidance_scale: null }, {});
   });
 
+  it("biases add up, and suppressed tokens are forbidden", () => {
+    const config = { suppress_tokens: [5, 5, 6], sequence_bias: [[[7], 1.5]] };
+    const suppressed = [[5, -Infinity], [6, -Infinity]];
+    expect(resolve(config, { logitBias: { 7: 2 } }).bias).toEqual([[7, 2], [7, 1.5], ...suppressed]);
+    expect(resolve(config, { suppressTokens: null, sequenceBias: [[[8], -1]] }).bias).toEqual([[8, -1]]);
+    expect(() => resolve({ sequence_bias: [[[7, 8], 1.5]] }, {})).toThrow("generation_config.json: sequence_bias is");
+    expect(() => resolve({}, { suppressTokens: [-1] })).toThrow("suppressTokens is [-1]; give a token id");
+  });
+
   it("seeds are exact", () => {
     expect(seedsOf("9223372036854775807", 2)).toEqual([2n ** 63n - 1n, 0n]);
     expect(seedsOf([1, 7n], 2).map(readableSeed)).toEqual([1, 7]);

@@ -44,6 +44,7 @@ from qsample.checkpoints.mapped_weights import (
 )
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.methods import Format
+from qsample.checkpoints.own_tokenizer import keep_own_parts
 from qsample.checkpoints.packed import packing_of, read_packed
 from qsample.checkpoints.processor import load_processor
 from qsample.checkpoints.quantized import QuantizedCheckpoint, conv1d_names, read_quantized
@@ -261,7 +262,8 @@ class Checkpoint:
             return None
         if self.tokenizer_id == "auto":
             name = self.model_id
-            options = {**self.hub.loading(), "config": self.config}
+            hub = self.hub
+            options = {**hub.loading(), "config": self.config}
         else:
             name = self.tokenizer_id
             hub = self.hub.for_another_repository()
@@ -276,6 +278,7 @@ class Checkpoint:
                 f"no tokenizer in {name!r} ({_first_line(error)}); give tokenizer= a folder or hub id that has one, or "
                 "tokenizer=None for a package that takes and returns token ids only"
             ) from error
+        keep_own_parts(tokenizer, name, hub)
         return tokenizer
 
     @cached_property

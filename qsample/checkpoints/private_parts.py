@@ -8,7 +8,7 @@ model refuses the export:
   positions;
 - the methods of the cache that recurrent layers call, and the functions that `recurrent_operators`
   replaces by name;
-- the classes that a transform knows by name, a few in `experts` and `positions`;
+- the classes that a transform knows by name, a few in `experts` (`positions` checks its own);
 - the numbers that torch.export asserts and onnxscript folds.
 
 `transformers.exporters.onnxruntime_fusions` may be absent, because `compiler.passes.fusions` has a

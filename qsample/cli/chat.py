@@ -80,6 +80,7 @@ def chat(
     note_divergence(opened.package)
     for remark in remarks:
         note(remark)
+    _ = loaded.applied_settings  # names those that the package lacks, before the first question
     # A single slot keeps the tokens that it read and wrote: a turn costs its new tokens.
     with Engine(loaded, slots=1, reuse_sampled_tokens=True) as engine:
         conversation = Conversation(loaded, engine, options, template_arguments, template.system)
@@ -292,9 +293,8 @@ class Conversation:
     def _request_options(self) -> dict[str, Any]:
         """The arguments of `Engine.add_request` for the next answer."""
         options = {**self.options, "outputs": ()}
-        model_options = self.model.generation_config
         if not any(
-            name in options or model_options.get(name) is not None
+            name in options or self.model.applied_settings.get(name) is not None
             for name in ("max_new_tokens", "max_length")
         ):
             options["max_length"] = self.engine.capacity

@@ -239,7 +239,9 @@ class _Run:
 
     def _arguments(self, model: CausalLM, prompts: PromptOptions) -> dict[str, Any]:
         """The further arguments of `CausalLM.generate`."""
-        stop_strings = self.arguments.get("stop_strings") or model.generation_config.stop_strings
+        stop_strings = self.arguments.get("stop_strings") or model.applied_settings.get(
+            "stop_strings"
+        )
         arguments = {
             **self.arguments,
             **self.chat.arguments,

@@ -45,7 +45,8 @@ from qsample.package.disk.space import full_disk_named
 from qsample.package.disk.untrusted import parse_json, read_json
 from qsample.progress import Progress, Stage, Stages, metered
 from qsample.request.huggingface.facade import dtype_name
-from qsample.request.sampling_params import GENERATION_CONFIG_FILE
+from qsample.request.own_settings import with_needed
+from qsample.request.sampling_params import GENERATION_CONFIG_FILE, settings_of
 from qsample.request.text.chat import TOKENIZER_CONFIG_FILE
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
@@ -248,6 +249,8 @@ def _write_graphs(
 ) -> package.Manifest:
     """As `_write`, without the hashes of the checkpoint's files."""
     model = loaded.model
+    if model.generation_config is not None:
+        features = with_needed(features, settings_of(model.generation_config))
     tokenizer = loaded.tokenizer
     context = DecodeContext()
     stages.begin(Stage.CHECKING)

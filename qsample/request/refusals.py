@@ -178,8 +178,6 @@ UNSUPPORTED_SETTINGS: Final[Mapping[str, Refusal]] = {
         ("encoder_no_repeat_ngram_size", "", 0),
         ("force_words_ids", "allowed_tokens says which tokens may come next", []),
         ("constraints", "allowed_tokens says which tokens may come next", []),
-        ("sequence_bias", "logit_bias={token: bias} does it for single tokens", [], {}),
-        ("suppress_tokens", "logit_bias={token: -inf} forbids tokens", []),
         ("begin_suppress_tokens", "", []),
         ("forced_bos_token_id", ""),
         ("forced_eos_token_id", ""),

@@ -71,6 +71,10 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return _distinct(_token_id(name, item, accepted) for item in items)
 
 
+def _ids_or_none(name: str, value: Any) -> tuple[int, ...] | None:
+    return _token_ids(name, value) or None
+
+
 def _ids_or_texts(name: str, value: Any) -> tuple[int | str, ...] | None:
     accepted = (
         f"a list of token ids, and of texts up to {MAX_TEXT_CHARACTERS} characters that are a "
@@ -107,11 +111,33 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
     bias = {}
     for key, amount in value.items():
         token = _token_id(f"{name} (token id)", key, "an integer >= 0")
-        if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
-            refuse(
-                f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token"
-            )
-        bias[token] = float(amount)
+        bias[token] = _amount(name, token, amount)
+    return bias or None
+
+
+def _amount(name: str, token: int, amount: Any) -> float:
+    if not is_number(amount, -FLOAT32_MAX, FLOAT32_MAX) and amount != -math.inf:
+        refuse(f"{name} of token {token}", amount, "a finite number, or -inf to forbid the token")
+    return float(amount)
+
+
+def _sequence_bias(name: str, value: Any) -> dict[tuple[int], float] | None:
+    """Transformers' mapping {(id,): number}, also of its list of [[id], number]."""
+    accepted = (
+        "a bias for each single token, as {(id,): number} or a list of [[id], number], or None; "
+        "bad_words_ids forbids a sequence of several tokens"
+    )
+    entries = value.items() if isinstance(value, Mapping) else _items(name, value, accepted)
+    bias = {}
+    for entry in entries:
+        if not _is_list(entry) or len(entry) != 2:
+            refuse(name, value, accepted)
+        ids, amount = entry
+        ids = _items(name, ids, accepted)
+        if len(ids) != 1:
+            refuse(name, value, accepted)
+        token = _token_id(name, ids[0], accepted)
+        bias[(token,)] = _amount(name, token, plain(amount))
     return bias or None
 
 
@@ -164,6 +190,9 @@ class SamplingParams:
             seed, which the output reports.
         logit_bias: token id → a number added to its logit; -inf forbids the token. Needs the
             feature `logit_bias`.
+        sequence_bias: transformers' logit_bias, {(token id,): number}, for single tokens. Needs the
+            feature `logit_bias`, too.
+        suppress_tokens: token ids that are never sampled. Needs the feature `logit_bias`, too.
         adapter: the name of a LoRA adapter that `load_adapter` loaded; None for the model without
             an adapter.
         prompt_lookup_num_tokens: the most tokens that a step guesses by looking for the row's last
@@ -246,6 +275,8 @@ class SamplingParams:
         help="Same seed, same tokens. (default: fresh, and shown)",
     )
     logit_bias: Mapping[int, float] | None = checked(None, _bias, hashed=False)
+    sequence_bias: Mapping[tuple[int], float] | None = checked(None, _sequence_bias, hashed=False)
+    suppress_tokens: tuple[int, ...] | None = checked(None, _ids_or_none)
     adapter: str | None = checked(
         None,
         _name,
@@ -379,9 +410,21 @@ class SamplingParams:
         field that asks for it."""
         return {
             filter_name: name
-            for name, filter_name in _SWITCHES.items()
+            for name, filter_name in FILTER_SWITCHES.items()
             if getattr(self, name) != OFF_VALUES[name]
         }
+
+    @property
+    def biases(self) -> dict[str, dict[int, float]]:
+        """The numbers that are added to the logits of tokens, by the field that asks for them;
+        fields that ask for none are left out. Those of the same token add up."""
+        sequence_bias = {token: amount for (token,), amount in (self.sequence_bias or {}).items()}
+        biases = {
+            "logit_bias": dict(self.logit_bias or {}),
+            "sequence_bias": sequence_bias,
+            "suppress_tokens": dict.fromkeys(self.suppress_tokens or (), -math.inf),
+        }
+        return {name: bias for name, bias in biases.items() if bias}
 
     def value_of(self, parameter: str) -> Any:
         """The value of `parameter`, a name of the contract, that the graph reads, before
@@ -468,8 +511,10 @@ def _switches() -> dict[str, str]:
     return switches
 
 
+# The fields that need the feature logit_bias.
+BIAS_FIELDS: Final = ("logit_bias", "sequence_bias", "suppress_tokens")
 # Field → the filter that it switches on. The field has the filter's name, or is its first input.
-_SWITCHES: Final = _switches()
+FILTER_SWITCHES: Final[Mapping[str, str]] = _switches()
 _FILTERS_OF_GREEDY_TOKENS: Final = (
     "dry",
     "penalty_last_n",
@@ -485,7 +530,7 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
     "min_p": (0,),
 } | {
     name: (OFF_VALUES[name],)
-    for name, filter_name in _SWITCHES.items()
+    for name, filter_name in FILTER_SWITCHES.items()
     if filter_name not in _FILTERS_OF_GREEDY_TOKENS
 }
 

@@ -186,7 +186,8 @@ _KEYWORD_FIELDS: Final[Mapping[str, Keyword]] = {
     for entry in fields(Call)
     if _METADATA_KEY in entry.metadata
 }
-_CONFIG_KEYWORDS: Final = frozenset(
+# The fields of a generation_config that fill a field of `Call`.
+CONFIG_KEYWORDS: Final = frozenset(
     keyword.name or name for name, keyword in _KEYWORD_FIELDS.items() if keyword.in_config
 )
 # Arguments of `CausalLM.generate` that say how a batch runs. A call does not have them.
@@ -229,8 +230,8 @@ def read_call(
         params: a SamplingParams, a list of them, or None; or a generation_config.
         keywords: the other arguments, under their names here or in vLLM. A keyword takes precedence
             over the caller's generation_config.
-        own: the model's generation_config, over which the caller's takes precedence. If `params`
-            are given, only its special tokens count.
+        own: the model's own settings that the package applies, over which the caller's take
+            precedence. If `params` are given, only the special tokens count.
         token_ids: the package's special tokens.
         vocab_size: the number of the model's token ids.
 
@@ -314,7 +315,7 @@ def _sampling_params(
             raise ValueError(f"{name} is an argument of generate, for a batch; leave it out here")
         raise ValueError(unknown("generate has no argument", name, accepted_keywords()))
     if params is None:
-        config = {name: value for name, value in settings.items() if name not in _CONFIG_KEYWORDS}
+        config = {name: value for name, value in settings.items() if name not in CONFIG_KEYWORDS}
         return SamplingParams.from_generation_config(config, **keywords)
     if keywords:
         raise ValueError(

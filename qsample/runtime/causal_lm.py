@@ -33,6 +33,7 @@ from qsample.request.huggingface.facade import (
     ModelMethods,
     as_generation_config,
 )
+from qsample.request.own_settings import applied_settings
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, SamplingParams
 from qsample.request.structured.automaton import Thoughts
 from qsample.request.structured.grammars import Grammars, Wish
@@ -40,7 +41,7 @@ from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import Streamer, check_streamer
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime.adapters import Adapter, read_adapter
-from qsample.runtime.call import Call, Prompt, is_chat, parse_prompts, read_call
+from qsample.runtime.call import CONFIG_KEYWORDS, Call, Prompt, is_chat, parse_prompts, read_call
 from qsample.runtime.callbacks import BatchEnd, Guide, LogitsProcessors
 from qsample.runtime.decode.image_inputs import image_piece
 from qsample.runtime.decode.loop import DecodeLoop, choose_flush_every
@@ -206,6 +207,8 @@ class CausalLM(ModelMethods):
         self.grammars = Grammars(self.interface, self.tokenizer, package.manifest.token_ids.eos)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
+        # The settings that were applied last, and those of them that the package applies.
+        self._applied: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
@@ -237,6 +240,18 @@ class CausalLM(ModelMethods):
     @generation_config.setter
     def generation_config(self, value: Any) -> None:
         self._generation_config = as_generation_config(value)
+
+    @property
+    def applied_settings(self) -> dict[str, Any]:
+        """The fields of `generation_config` that the package applies. A warning names the others,
+        once."""
+        given = dict(self.generation_config)
+        if self._applied is None or self._applied[0] != given:
+            applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS)
+            if left_out is not None:
+                warnings.warn(left_out, stacklevel=4)
+            self._applied = given, applied
+        return self._applied[1]
 
     @property
     def device(self) -> Device:
@@ -425,7 +440,7 @@ class CausalLM(ModelMethods):
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
         return read_call(
-            inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size
+            inputs, params, options, self.applied_settings, token_ids, self.interface.vocab_size
         )
 
     @property

@@ -602,14 +602,20 @@ def _scalar(value: Any, dtype: str) -> Array:
 
 def _logit_bias(interface: Interface, params: SamplingParams) -> dict[str, Array]:
     """The inputs of the feature logit_bias; none without the feature. Raises ValueError."""
+    biases = params.biases
     if not interface.features.logit_bias:
-        if params.logit_bias:
-            raise ValueError("logit_bias needs a package that was exported with logit_bias=True")
+        if biases:
+            raise ValueError(
+                f"{', '.join(biases)} needs a package that was exported with logit_bias=True"
+            )
         return {}
-    bias = params.logit_bias or {}
+    for name, bias in biases.items():
+        check_token_ids(name, np.array([*bias], dtype=np.int64), interface.vocab_size)
+    ids = [token for bias in biases.values() for token in bias]
+    amounts = [amount for bias in biases.values() for amount in bias.values()]
     return {
-        "logit_bias_ids": _ids("logit_bias", list(bias), interface.vocab_size),
-        "logit_bias": np.array(list(bias.values()) or [0], dtype=np.float32),
+        "logit_bias_ids": np.array(ids or [PAD_STOP_ID], dtype=np.int32),
+        "logit_bias": np.array(amounts or [0], dtype=np.float32),
     }
 
 

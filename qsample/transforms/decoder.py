@@ -37,6 +37,7 @@ from qsample.transforms.images import text_model, use_images, with_offsets
 from qsample.transforms.markers import ADAPTED, ADAPTED_PATH, MARKER_DOMAIN
 from qsample.transforms.positions import (
     RowPositions,
+    check_named_parts,
     real_rotary_embeddings,
     use_rope_of_capacity,
     use_row_positions,
@@ -53,7 +54,11 @@ def apply_transforms(
     """Change `model` in place for decoder calls of `context`, with or without images.
 
     Outside of these calls, it computes the same as before.
+
+    Raises UnsupportedModelError for a model that the installed transformers defines in another way
+    than the transforms know.
     """
+    check_named_parts(model)
     route_experts(model)
     replace_own_experts(model)
     use_row_positions(model, context)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
+from qsample.errors import UnsupportedModelError, install_hint
 from qsample.transforms.attention import (
     QUERY_SCALES,
     MaskRule,
@@ -32,8 +34,31 @@ from qsample.transforms.cache import DecodeContext
 
 _LONGROPE: Final = "longrope"
 _DYNAMIC: Final = "dynamic"
+_POSITIONS: Final = "position_ids"
+_LLAMA_4: Final = "transformers.models.llama4.modeling_llama4"
 _LLAMA_4_ATTENTION: Final = "Llama4TextAttention"
-_POSITION_PARAMETERS: Final = {"past_key_values_length", "position_ids"}
+_DEEPSEEK_V2: Final = "transformers.models.deepseek_v2.modeling_deepseek_v2"
+# Module of transformers → what this file finds in it by name. A part under another name would be
+# passed over, and some of these change nothing in texts as short as those of the parity gate.
+_NAMED_PARTS: Final[Mapping[str, tuple[str, ...]]] = {
+    _LLAMA_4: (_LLAMA_4_ATTENTION, "apply_rotary_emb"),
+    _DEEPSEEK_V2: ("apply_rotary_emb",),
+}
+
+
+def check_named_parts(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if the modules of transformers that define `model` lack a part
+    that this file finds by name."""
+    for module in {type(part).__module__ for part in model.modules()} & _NAMED_PARTS.keys():
+        for name in _NAMED_PARTS[module]:
+            if not hasattr(sys.modules[module], name):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} cannot be exported with transformers {version('transformers')}: {module} "
+                    f"has no {name}, which counts each row's own positions; {_OTHER_VERSION}"
+                )
+
+
+_OTHER_VERSION: Final = f"install another release of it: {install_hint('export')}"
 
 
 class RowPositions(nn.Module):
@@ -61,32 +86,46 @@ class RowPositions(nn.Module):
         given = dict(zip(names, args, strict=False)) | kwargs
         # Most tables expect a single row of positions, common to all rows; some expect a row for
         # each.
-        own = given.get("position_ids")
+        own = given.get(_POSITIONS)
         flat = own is None or own.ndim < positions.ndim
-        given |= {
-            "position_ids": positions.flatten() if flat else positions,
-            "past_key_values_length": 0,
-        }
+        given[_POSITIONS] = positions.flatten() if flat else positions
+        given |= dict.fromkeys(_counts(self.embedding), 0)
         embedded: Tensor = self.embedding(**given)
         return embedded.reshape(*positions.shape, embedded.shape[-1])
 
 
 def use_row_positions(model: PreTrainedModel, context: DecodeContext) -> None:
-    """Wrap every position embedding whose `forward` takes both `position_ids` and
-    `past_key_values_length`."""
+    """Wrap every table of positions that counts them from the length of the cache.
+
+    Raises UnsupportedModelError for a table that takes no positions.
+    """
     for parent in list(model.modules()):
         if isinstance(parent, RowPositions):
             parent.context = context  # an earlier export had another
             continue
         for name, child in list(parent.named_children()):
-            if _is_position_table(child):
+            if "Position" in type(child).__name__ and _counts(child):
+                _check_takes_positions(child)
                 setattr(parent, name, RowPositions(child, context))
 
 
-def _is_position_table(module: nn.Module) -> bool:
-    if "Position" not in type(module).__name__:
-        return False
-    return set(inspect.signature(module.forward).parameters) >= _POSITION_PARAMETERS
+def _counts(table: nn.Module) -> list[str]:
+    """The parameters of a table that are a number of earlier tokens, by default 0. Releases of
+    transformers differ in their name: `past_key_values_length`, `cache_length`."""
+    parameters = inspect.signature(table.forward).parameters
+    return [
+        name for name, one in parameters.items() if type(one.default) is int and not one.default
+    ]
+
+
+def _check_takes_positions(table: nn.Module) -> None:
+    parameters = inspect.signature(table.forward).parameters
+    if _POSITIONS not in parameters:
+        raise UnsupportedModelError(
+            f"{type(table).__name__} takes {', '.join(parameters)} in transformers {version('transformers')}, and no "
+            f"{_POSITIONS}: it counts the positions of all rows from the length of the cache, and the rows of a batch "
+            f"differ in length. Choose another model, or {_OTHER_VERSION}"
+        )
 
 
 def use_row_windows(model: PreTrainedModel, context: DecodeContext) -> None:
@@ -219,8 +258,8 @@ def _attend(
 # Modules of transformers with a function `apply_rotary_emb(query, key, frequencies)`: the axis of
 # their heads.
 _HEADS_AXIS: Final = {
-    "transformers.models.deepseek_v2.modeling_deepseek_v2": 1,
-    "transformers.models.llama4.modeling_llama4": 2,
+    _DEEPSEEK_V2: 1,
+    _LLAMA_4: 2,
 }
 
 

@@ -372,6 +372,25 @@ def test_answers_in_a_form(run: Any, tmp_path: Path) -> None:
         assert (status, type(json.loads(out.removeprefix("x"))["a"])) == (0, bool), err
 
 
+def test_settings_of_the_model_that_a_package_lacks_are_a_note(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"suppress_tokens": [5], "num_beams": 4, "typical_p": 0.9, "max_new_tokens": 3}
+    package = fake_package(tmp_path / "package", generation_config=settings).path
+    (tmp_path / "prompts.txt").write_text("One\nTwo\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    for command in (
+        ["generate", package, "-p", "One", "-p", "Two"],
+        ["generate", package, "--prompt-file", tmp_path / "prompts.txt"],
+        ["chat", package],
+    ):
+        status, _, err = run(*command)
+        assert status == 0, err
+        assert err.count('asks for "suppress_tokens", "typical_p", which the package was made') == 1
+        assert err.count('asks for "num_beams", which qsample does not do') == 1
+        assert err.count("generation_config") == 1
+
+
 def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package", allowed_tokens=True, generation_config={}).path
     (tmp_path / "prompts.txt").write_text("One\nTwo\nThree\n")

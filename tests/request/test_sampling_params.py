@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,52 @@ def test_neutral_values_do_not_contradict_greedy_decoding() -> None:
 def test_bad_configs_and_overrides(config: Any, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_config(config, **overrides)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {(5,): 1.5, (6,): -2},
+        [[[5], 1.5], [[6], -2]],
+        (([5], 1.5), ((np.int64(6),), np.float32(-2))),
+    ],
+)
+def test_biases_on_tokens_add_up(given: Any) -> None:
+    params = SamplingParams(
+        sequence_bias=given, suppress_tokens=np.array([7, 5, 7]), logit_bias={5: 1.0}
+    )
+    assert params.sequence_bias == {(5,): 1.5, (6,): -2.0}
+    assert params.suppress_tokens == (7, 5)
+    assert params.biases == {
+        "logit_bias": {5: 1.0},
+        "sequence_bias": {5: 1.5, 6: -2.0},
+        "suppress_tokens": {7: -math.inf, 5: -math.inf},
+    }
+    assert replace(params, seed=1).biases == params.biases
+    assert hash(params) == hash(replace(params))
+    nothing = SamplingParams(sequence_bias=[], suppress_tokens=(), logit_bias={})
+    assert nothing == SamplingParams()
+    assert nothing.biases == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({(5, 6): 1.0}, "sequence_bias is .*give a bias for each single token.*bad_words_ids"),
+        ({(): 1.0}, "sequence_bias is .*give a bias for each single token"),
+        ({5: 1.0}, "sequence_bias is .*give a bias for each single token"),
+        ([[5, 1.0]], "sequence_bias is .*give a bias for each single token"),
+        ([[[5], 1.0, 2.0]], "sequence_bias is .*give a bias for each single token"),
+        (7, "sequence_bias is 7; give a bias for each single token"),
+        ({(-1,): 1.0}, "sequence_bias is -1; give"),
+        ({(5,): math.nan}, "sequence_bias of token 5 is nan; give a finite number, or -inf"),
+        ({(5,): math.inf}, "sequence_bias of token 5 is inf"),
+        ({(5,): "1"}, "sequence_bias of token 5 is '1'"),
+    ],
+)
+def test_a_bias_that_is_no_bias_of_tokens(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(sequence_bias=given)
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED_SETTINGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,16 @@ from transformers import PreTrainedModel
 
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.errors import CompileError
+from qsample.errors import CompileError, UnsupportedModelError
 from qsample.graph.runner import GraphRunner
 from qsample.graph.weights import load_graph
 from qsample.package.package import Package
 from qsample.transforms.cache import DecodeContext
+from qsample.transforms.decoder import apply_transforms
 from qsample.transforms.positions import (
     Rotation,
     RowPositions,
+    check_named_parts,
     real_rotary_embeddings,
     use_rope_of_capacity,
     use_row_positions,
@@ -44,34 +48,71 @@ def longrope_model() -> PreTrainedModel:
     )
 
 
-class PositionTable(nn.Embedding):
-    """Counts on from the cache unless it is given positions, as BART's and its like."""
-
-    def forward(
-        self, input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None
-    ) -> Tensor:
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1]) + past_key_values_length
-        return super().forward(position_ids)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = PositionTable(20, 4)
-
-
-def test_each_row_has_its_own_positions_inside_a_call_only() -> None:
-    context, model = DecodeContext(), Model()
-    table = model.table
+@pytest.mark.parametrize("model_type", ["biogpt", "opt", "trocr", "xglm"])
+def test_each_row_has_its_own_positions_inside_a_call_only(model_type: str) -> None:
+    """Classes of the installed transformers: its releases differ in the names of their parameters."""
+    context, model = DecodeContext(), random_model(model_type)
+    alone = positions_read(model, torch.ones(1, 12, dtype=torch.int64))[0]
+    tables = {name for name, _ in model.named_modules() if name.endswith("embed_positions")}
     for _ in range(2):
-        use_row_positions(model, context)  # type: ignore[arg-type]
-    assert isinstance(model.table, RowPositions)
-    assert model.table.embedding is table
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    assert torch.equal(model.table(ids, past_key_values_length=4), table.weight[4:7])
+        use_row_positions(model, context)
+    wrapped = {name for name, part in model.named_modules() if isinstance(part, RowPositions)}
+    assert wrapped == tables
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    torch.testing.assert_close(positions_read(model, ids)[0], alone[:3])
     context.positions = torch.tensor([[4, 5, 6], [9, 10, 11]])
-    assert torch.equal(model.table(ids, past_key_values_length=4), table.weight[context.positions])
+    torch.testing.assert_close(positions_read(model, ids), alone[context.positions])
+
+
+def positions_read(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[B, S, hidden]: what the model gets from its table of positions."""
+    (table,) = (part for name, part in model.named_modules() if name.endswith("embed_positions"))
+    found: list[Tensor] = []
+    hook = table.register_forward_hook(lambda _module, _given, result: found.append(result))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    return found[0].reshape(*found[0].shape[-3:])
+
+
+class CountingTable(nn.Embedding):
+    """A table that cannot be told the positions."""
+
+    def forward(self, input_ids: Tensor, number_of_earlier_tokens: int = 0) -> Tensor:
+        return super().forward(torch.arange(input_ids.shape[1]) + number_of_earlier_tokens)
+
+
+def test_a_table_that_takes_no_positions_is_named() -> None:
+    """TrOCR's table of sines is one, and so would be one that calls its positions by another name."""
+    sines = random_model("trocr", use_learned_position_embeddings=False)
+    model = nn.ModuleDict({"table": type("PositionTable", (CountingTable,), {})(20, 4)})
+    for counting, expected in (
+        (sines, "TrOCRSinusoidalPositionalEmbedding takes input_ids, "),
+        (model, "PositionTable takes input_ids, number_of_earlier_tokens in transformers "),
+    ):
+        with pytest.raises(UnsupportedModelError, match=expected) as raised:
+            use_row_positions(counting, DecodeContext())  # type: ignore[arg-type]
+        assert f"transformers {version('transformers')}, and no position_ids" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "part"),
+    [
+        ("llama4_text", "Llama4TextAttention"),
+        ("llama4_text", "apply_rotary_emb"),
+        ("deepseek_v2", "apply_rotary_emb"),
+    ],
+)
+def test_a_part_that_another_release_calls_otherwise_is_named(
+    model_type: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(model_type, num_local_experts=2, n_routed_experts=2, head_dim=16)
+    check_named_parts(model)
+    monkeypatch.delattr(sys.modules[type(model).__module__], part)
+    with pytest.raises(
+        UnsupportedModelError, match=f"transformers {version('transformers')}: .* has no {part}"
+    ):
+        apply_transforms(model, DecodeContext())
 
 
 def test_local_layers_of_gpt_neo_see_a_window_of_each_row() -> None:

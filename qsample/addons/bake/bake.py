@@ -20,6 +20,7 @@ from qsample.addons.bake.conventions import POSITIONS, ForeignGraph
 from qsample.addons.bake.files import (
     Location,
     Settings,
+    generation_config,
     locate,
     read_settings,
     without_links,
@@ -54,6 +55,7 @@ from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
 from qsample.package.disk.scratch import scratch_near
 from qsample.progress import Progress, Stage, Stages, metered
+from qsample.request.own_settings import with_needed
 
 if TYPE_CHECKING:
     from qsample.models.sources import GraphSource
@@ -146,11 +148,11 @@ def _bake(
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=options.overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
-        write_files(
-            location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory
-        )
+        generation = generation_config(settings, token_ids)
+        write_files(location, generation, foreign.vocab_size, source.tokenizer, writer.directory)
+        features = with_needed(options.features, generation)
         with graph_errors(location.file):
-            baked = rewrite(foreign, options.features, settings, options.rope, stages)
+            baked = rewrite(foreign, features, settings, options.rope, stages)
         del foreign
         tolerance = _TOLERANCES[arithmetic_of(baked.model)]
         draft = Draft(

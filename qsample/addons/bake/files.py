@@ -56,8 +56,25 @@ _CONTEXT_SETTINGS: Final = (
     "seq_length",
     "context_length",
 )
-# Fields of "search" in a genai_config.json that have the same names in a generation_config.json.
-_SEARCH_FIELDS: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+# Fields of "search" in a genai_config.json that have the same names and meanings in a
+# generation_config.json.
+_SEARCH_FIELDS: Final = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "min_length",
+    "num_beams",
+    "diversity_penalty",
+)
+# Those of rows that sample.
+_SAMPLING_FIELDS: Final = ("temperature", "top_k", "top_p")
+# Those that are read in another way, that shape beams alone, or that change no token.
+_OTHER_SEARCH_FIELDS: Final = (
+    *("do_sample", "max_length"),
+    *("early_stopping", "length_penalty"),
+    *("batch_size", "past_present_share_buffer", "chunk_size", "blank_penalty"),
+)
+# Those that a call gives here → the value that asks for nothing.
+_NEUTRAL_SEARCH_VALUES: Final = {"random_seed": -1, "num_return_sequences": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,17 +400,15 @@ def _wrong(file: str, name: str, value: Any, accepted: str) -> QsampleError:
 
 def write_files(
     location: Location,
-    settings: Settings,
-    token_ids: TokenIds,
+    generation: Mapping[str, Any],
     vocab_size: int,
     tokenizer: str | None,
     folder: Path,
 ) -> None:
-    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`. Raises QsampleError
-    for a tokenizer that does not fit."""
+    """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`, and write the
+    generation_config. Raises QsampleError for a tokenizer that does not fit."""
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
-    generation = _generation_config(settings, token_ids)
     (folder / GENERATION_CONFIG_FILE).write_text(
         json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
@@ -422,19 +437,44 @@ def write_files(
     _check_tokenizer(folder / TOKENIZER_FILE, vocab_size)
 
 
-def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:
-    """generation_config.json: the folder's, or made of genai_config.json."""
-    own = dict(settings.generation)
-    if not own and settings.search.get("do_sample"):
-        own = {
-            name: settings.search[name]
-            for name in _SEARCH_FIELDS
-            if settings.search.get(name) is not None
-        }
+def generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:
+    """The contents of generation_config.json: the folder's, which is the model's own, or made of
+    genai_config.json, which onnxruntime-genai's builder fills from the model's own."""
+    own = dict(settings.generation) or _searched(settings)
     own |= {"pad_token_id": token_ids.pad}
     if token_ids.bos is not None:
         own["bos_token_id"] = token_ids.bos
     own["eos_token_id"] = [*token_ids.eos] or None
+    return own
+
+
+def _searched(settings: Settings) -> dict[str, Any]:
+    """The settings of "search" in a genai_config.json, in transformers' names. A warning names
+    those that the package does not have."""
+    search = {name: value for name, value in settings.search.items() if value is not None}
+    own: dict[str, Any] = {name: search[name] for name in _SEARCH_FIELDS if name in search}
+    # The builder writes the length of the context if nobody chose another.
+    length = _size(GENAI_CONFIG, search, "max_length")
+    if length is not None and (settings.context is None or length < settings.context):
+        own["max_length"] = length
+    # With temperature 0, and unless it is told to sample, onnxruntime-genai takes the likeliest
+    # token, and the builder's other values then mean nothing: its top_k is often 1.
+    if search.get("do_sample") and search.get("temperature") != 0:
+        own |= {name: search[name] for name in _SAMPLING_FIELDS if name in search}
+        own["do_sample"] = True
+        if own.get("top_p") == 0:  # off in onnxruntime-genai
+            own["top_p"] = 1.0
+    known = {*_SEARCH_FIELDS, *_SAMPLING_FIELDS, *_OTHER_SEARCH_FIELDS}
+    left_out = [
+        name
+        for name, value in sorted(search.items())
+        if name not in known and value != _NEUTRAL_SEARCH_VALUES.get(name)
+    ]
+    if left_out:
+        warnings.warn(
+            f'"search" in {GENAI_CONFIG} has {", ".join(left_out)}, which the package goes without',
+            stacklevel=5,
+        )
     return own
 
 

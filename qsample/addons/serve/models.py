@@ -52,6 +52,8 @@ _CONFIG_FIELDS: Final = (
     "repetition_penalty",
     "max_new_tokens",
     "prompt_lookup_num_tokens",
+    "sequence_bias",
+    "suppress_tokens",
     *FILTER_FIELDS,
 )
 # The longest mark around thoughts has fewer tokens, even if they are single characters.
@@ -111,7 +113,7 @@ class ServedModel:
         self.created = int(time.time())
         self.ends = self.model.package.manifest.token_ids.eos
         self.defaults = self._defaults(settings)
-        # A mistake in the generation_config, or a filter that the package lacks, ends the start.
+        # A mistake in the generation_config ends the start.
         check_features(self.interface, SamplingParams(**self.defaults))
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
@@ -138,7 +140,7 @@ class ServedModel:
     def _defaults(self, settings: ServeSettings) -> dict[str, Any]:
         defaults: dict[str, Any] = {"temperature": 1.0}
         if settings.generation_config == "auto":
-            config = self.model.generation_config
+            config = self.model.applied_settings
             for name in _CONFIG_FIELDS:
                 if config.get(name) is not None:
                     defaults[name] = config[name]

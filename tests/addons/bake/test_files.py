@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import qsample
 from qsample.addons.bake.files import (
     Settings,
     decoders,
+    generation_config,
     locate,
     read_settings,
     without_links,
@@ -26,6 +29,7 @@ from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.package.manifest import TokenIds
+from qsample.request.sampling_params import SamplingParams
 from tests.helpers.foreign import edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -415,16 +419,14 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
     read = read_settings(location)
     assert read.vocab_size == 128
     search = {"temperature": 0.5, "top_p": 0.75, "repetition_penalty": 1.5}
-    sampled = replace(
-        read, generation={}, search={"do_sample": True, "min_length": 3, "top_k": None} | search
-    )
+    sampled = replace(read, generation={}, search={"do_sample": True, "top_k": None} | search)
     ids = TokenIds(pad=2, bos=1, eos=(3, 4))
 
     def written(
         name: str, settings: Settings, ids: TokenIds, tokenizer: str | None
     ) -> tuple[set[str], Any]:
         (out := tmp_path / name).mkdir()
-        write_files(location, settings, ids, 128, tokenizer, out)
+        write_files(location, generation_config(settings, ids), 128, tokenizer, out)
         return {path.name for path in out.iterdir()}, json.loads(
             (out / "generation_config.json").read_text()
         )
@@ -446,7 +448,7 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
     )
     assert written("ids", greedy, none, None) == (
         configs,
-        {"pad_token_id": 0, "eos_token_id": None},
+        {"repetition_penalty": 1.5, "pad_token_id": 0, "eos_token_id": None},
     )
     own = replace(sampled, generation={"temperature": 2.0})
     assert written("own", own, ids, None) == (configs, {"temperature": 2.0} | tokens)
@@ -464,15 +466,82 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
         assert written("without", read, ids, "auto")[0] == configs
 
     size = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab_size()
-    write_files(location, read, ids, size, str(empty), tmp_path / "given")
+    own = generation_config(read, ids)
+    write_files(location, own, size, str(empty), tmp_path / "given")
     with pytest.raises(
         QsampleError,
         match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};",
     ):
-        write_files(location, read, ids, size - 1, str(empty), tmp_path / "given")
+        write_files(location, own, size - 1, str(empty), tmp_path / "given")
     (empty / "tokenizer.json").write_text("{}")
     with pytest.raises(QsampleError, match=r"tokenizer\.json cannot be read"):
-        write_files(location, read, ids, 128, str(empty), tmp_path / "given")
+        write_files(location, own, 128, str(empty), tmp_path / "given")
+
+
+# What onnxruntime-genai's builder writes for a model without settings of its own.
+BUILT: dict[str, Any] = {
+    "diversity_penalty": 0.0, "do_sample": False, "early_stopping": True, "length_penalty": 1.0, "max_length": 4096,
+    "min_length": 0, "no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1,
+    "past_present_share_buffer": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 1, "top_p": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("search", "params", "left_out"),
+    [
+        ({}, {"temperature": 0.0}, []),
+        ({"max_length": 80, "min_length": 9}, {"max_length": 80, "min_length": 9}, []),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
+            [],
+        ),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.0}, {"temperature": 1.0, "top_k": 5}, []),
+        ({"do_sample": True, "top_k": 0}, {"temperature": 1.0, "top_k": 0}, []),
+        ({"do_sample": True, "temperature": 0.0}, {"temperature": 0.0}, []),
+        ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "temperature": 0.0}, []),
+        ({"random_seed": 5}, {"seed": None}, ["random_seed"]),
+        ({"random_seed": -1, "chunk_size": 64, "batch_size": 2}, {"seed": None}, []),
+        ({"num_return_sequences": 2, "of_tomorrow": 1}, {}, ["num_return_sequences", "of_tomorrow"]),
+    ],
+)  # fmt: skip
+def test_the_search_of_a_genai_config_becomes_the_defaults(
+    search: dict[str, Any], params: dict[str, Any], left_out: list[str]
+) -> None:
+    read = settings({}, {"context_length": 4096}, BUILT | search)
+    ids = TokenIds(pad=0, bos=None, eos=(3,))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        own = generation_config(read, ids)
+    names = [f'"search" in genai_config.json has {", ".join(left_out)}, which the package']
+    assert [str(one.message).partition(" goes")[0] for one in said] == (names if left_out else [])
+    made = SamplingParams.from_generation_config(own)
+    assert {name: getattr(made, name) for name in params} == params
+    assert made.max_length == search.get("max_length")
+    # A caller that samples does not get the builder's top_k.
+    if not search.get("do_sample"):
+        assert SamplingParams.from_generation_config(own, temperature=0.7).top_k == 50
+    # The model's own file comes first, as a whole.
+    own = generation_config(replace(read, generation={"top_k": 7, "do_sample": True}), ids)
+    assert own == {"top_k": 7, "do_sample": True, "pad_token_id": 0, "eos_token_id": [3]}
+
+
+@pytest.mark.ci
+def test_beams_of_a_genai_config_are_named_where_they_would_run(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["search"] |= {"num_beams": 3, "no_repeat_ngram_size": 2}
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    package = qsample.bake(folder, tmp_path / "package")
+    assert package.features.filters == ("no_repeat_ngram_size",)
+    with pytest.warns(UserWarning, match='asks for "num_beams", which qsample does not do'):
+        tokens = package.generate([[5, 6, 7]], max_new_tokens=40, eos_token_id=()).token_ids[0]
+    pairs = list(itertools.pairwise(tokens))
+    assert len({*pairs}) == len(pairs)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from tokenizers.models import BPE
 from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
+from qsample.addons.serve.requests import CompletionRequest
 from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
 from qsample.request.grammar import Form
@@ -71,11 +74,6 @@ def test_a_chat_template_by_name_or_as_text(
         ({"chat_template": "{% if %}"}, {}, "the chat template is not valid Jinja"),
         ({"ctx_len": 1}, {}, "ctx_len is 1"),
         ({"generation_config": "auto"}, {"temperature": -1}, "temperature is -1"),
-        (
-            {"generation_config": "auto"},
-            {"typical_p": 0.9},
-            r"typical_p is 0\.9, and the package was exported with no filters",
-        ),
     ],
 )
 def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
@@ -85,6 +83,32 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
     with pytest.raises(ValueError, match=message):
         ServedModels(ServeSettings(models={"tiny": str(package.path)}, **options))
     assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+def test_settings_of_the_model_are_kept_or_named(tmp_path: Path) -> None:
+    config = {"suppress_tokens": [5], "sequence_bias": [[[6], 1.5]], "begin_suppress_tokens": [7]}
+    able = fake_package(tmp_path / "able", generation_config=config, logit_bias=True).path
+    plain = fake_package(tmp_path / "plain", generation_config=config).path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # OpenAI's defaults have nothing to do with the model's
+        with served(plain) as model:
+            assert model.defaults == {"temperature": 1.0}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with served(plain, generation_config="auto") as model:
+            assert model.defaults == {"temperature": 1.0}
+        with served(able, generation_config="auto") as model:
+            request = CompletionRequest(model="tiny", prompt="x", logit_bias={"6": 2.0, "8": -1.0})
+            params = model.sampling_params(request)
+    undone = '"begin_suppress_tokens", which qsample does not do'
+    lacking = '"suppress_tokens", "sequence_bias", which the package was made without'
+    for one, are_named in zip(said, ({lacking, undone}, {undone}), strict=True):
+        assert {text for text in (lacking, undone) if text in str(one.message)} == are_named
+    assert params.biases == {
+        "logit_bias": {6: 2.0, 8: -1.0},
+        "sequence_bias": {6: 1.5},
+        "suppress_tokens": {5: -math.inf},
+    }
 
 
 @pytest.mark.parametrize(
