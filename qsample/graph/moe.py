@@ -94,19 +94,24 @@ def packed_weights(node: ir.Node) -> list[PackedMatrices]:
 def packed_matrices(weights: ir.Value | None) -> PackedMatrices | None:
     """The integers that weights of an MoE are computed from; None for other weights."""
     shaped = producer(weights)
-    gather = producer(shaped.inputs[0]) if shaped is not None else None
-    if shaped is None or gather is None or not is_contrib(gather, "GatherBlockQuantized"):
+    target = None
+    gather = shaped
+    # A Reshape of matrices whose rows are single blocks has no effect, and is not there.
+    if shaped is not None and shaped.op_type == "Reshape":
+        target = constant(shaped.inputs[1])
+        gather = producer(shaped.inputs[0])
+    if gather is None or not is_contrib(gather, "GatherBlockQuantized") or len(gather.inputs) > 3:
         return None
-    levels, ids, scales = gather.inputs[:3]
-    target = constant(shaped.inputs[1])
+    levels, ids, scales = gather.inputs
     numbers = constant(ids)
-    if levels is None or scales is None or target is None or numbers is None:
+    if levels is None or scales is None or levels.const_value is None or numbers is None:
         return None
-    if len(gather.inputs) > 3 or not np.array_equal(numbers, np.arange(target[0])):
-        return None
-    experts, outputs, inputs = map(int, target)
     bits = gather.attributes.get_int("bits", 4)
     block_size = gather.attributes.get_int("block_size", 0)
+    experts, rows, _ = levels.const_value.shape.numpy()
+    if not np.array_equal(numbers, np.arange(experts)):
+        return None
+    outputs, inputs = (rows, block_size) if target is None else target[1:].tolist()
     return PackedMatrices((experts, outputs, inputs), levels, scales, bits, block_size)
 
 

@@ -181,7 +181,7 @@ def test_experts_that_become_float(
 @pytest.mark.parametrize(
     ("kind", "types", "bits"),
     [
-        pytest.param("qwen3_moe", of_type("Q4_0"), 4, marks=pytest.mark.ci),
+        pytest.param("qwen3_moe", of_type("Q4_0"), 4, marks=pytest.mark.slow),
         pytest.param("gpt_oss", of_type("MXFP4"), 8, marks=pytest.mark.slow),
         # QMoE has a single number of bits, and a single block size: TQ2_0 has 4 bits and 256.
         pytest.param("gpt_oss", of_type("Q8_0") | {"down": "TQ2_0"}, 8, marks=pytest.mark.slow),
