@@ -112,9 +112,7 @@ def random_rows() -> tuple[Array, dict[str, Array]]:
         ((4, 256), (4, 16), (4, 16)),
     ],
 )
-def test_qmoe_has_the_same_numbers(
-    first: Form, second: Form, kept: Form, tmp_path: Path
-) -> None:
+def test_qmoe_has_the_same_numbers(first: Form, second: Form, kept: Form, tmp_path: Path) -> None:
     model, fc1, fc2 = portable(first, second)
     assert keep_packed_experts(model)
     assert num_packed_experts(model) == EXPERTS
