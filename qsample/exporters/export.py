@@ -348,9 +348,9 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     not_written = {layer.weight for layer, _ in quantized}
     size = sum(weight.nbytes for _, weight in quantized)
     for module in model.modules():
-        for name, weight in quantized_experts(module).items():
+        for name, experts in quantized_experts(module).items():
             not_written.add(module.get_parameter(name))
-            size += weight.nbytes
+            size += experts.nbytes
     for weight in model.parameters():
         if weight not in not_written:
             size += _stored_bytes(weight)

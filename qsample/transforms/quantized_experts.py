@@ -1,7 +1,6 @@
-"""Experts with quantized weights. Traced, the matrices of all experts of a layer are one
-GatherBlockQuantized on their blocks, which makes them float again in front of the operator that
-multiplies by them; `compile` lets QMoE read the blocks instead. Run eagerly, such experts use their
-float weights as before."""
+"""Experts with quantized weights. Traced, a GatherBlockQuantized makes the matrices of all experts
+of a layer float again, in front of the operator that multiplies by them; `compile` lets QMoE read
+the blocks instead. Run eagerly, such experts use their float weights as before."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def set_quantized_experts(
     Args:
         module: a module of experts.
         parameter: the name of its parameter.
-        weight: the rows of all experts, one expert after the other, without zero points, offsets
+        weight: the rows of all experts, expert by expert, without zero points, offsets
             and another order of the inputs.
         experts: E.
     """

@@ -28,9 +28,9 @@ _REPORT: Final = "qsample.packed_experts"
 def keep_packed_experts(model: ir.Model, block_sizes: Collection[int] = BLOCK_SIZES) -> bool:
     """Let QMoE compute with the integers of a checkpoint, in place.
 
-    QMoE has one number of bits and one block size for both of its matrices: the larger bits and the smaller blocks of
-    the two, which stand for the same numbers. If a matrix of a layer came as float, or the device takes no such block
-    size, both become float constants, to be quantized like any other experts.
+    QMoE has a single number of bits and a single block size for its two matrices: it gets the larger bits and the
+    smaller blocks of the two, for the same numbers. If a matrix of a layer came as float, or the device takes no such
+    block size, both become float constants, to be quantized like any other experts.
 
     Args:
         model: the graph; `num_packed_experts` has the number of experts that QMoE took.
@@ -101,7 +101,7 @@ def _levels(node: ir.Node, packed: PackedMatrices, bits: int) -> ir.Value:
 
 
 def _scales(node: ir.Node, packed: PackedMatrices, block_size: int) -> ir.Value:
-    """[E, N, K / block size]: a scale comes once for each of the blocks that its block is cut into."""
+    """[E, N, K / block size]: each scale is repeated for the blocks that its block is cut into."""
     experts, outputs, inputs = packed.shape
     shape = (experts, outputs, inputs // block_size)
     assert packed.scales.dtype is not None
@@ -115,7 +115,7 @@ def _scales(node: ir.Node, packed: PackedMatrices, block_size: int) -> ir.Value:
 
 
 def _floats(node: ir.Node, packed: PackedMatrices) -> ir.Value:
-    """[E, N, K], what the levels and scales stand for."""
+    """[E, N, K], the numbers of the levels and scales."""
     assert packed.scales.dtype is not None
 
     def compute() -> Array:
