@@ -71,9 +71,9 @@ class PackedMatrices(NamedTuple):
 
     Attributes:
         shape: E, N, K.
-        levels: [E, N * K / block size, bytes] uint8, with the first level in the low bits and the
-            middle level for 0.
-        scales: [E, N * K / block size, 1].
+        levels: [E, N, K * bits / 8] uint8, with the first level in the low bits and the middle
+            level for 0.
+        scales: [E, N, K / block size].
         bits: 4 or 8.
         block_size: the number of levels along K that share a scale.
     """
@@ -93,26 +93,21 @@ def packed_weights(node: ir.Node) -> list[PackedMatrices]:
 
 def packed_matrices(weights: ir.Value | None) -> PackedMatrices | None:
     """The integers that weights of an MoE are computed from; None for other weights."""
-    shaped = producer(weights)
-    target = None
-    gather = shaped
-    # A Reshape of matrices whose rows are single blocks has no effect, and is not there.
-    if shaped is not None and shaped.op_type == "Reshape":
-        target = constant(shaped.inputs[1])
-        gather = producer(shaped.inputs[0])
+    gather = producer(weights)
     if gather is None or not is_contrib(gather, "GatherBlockQuantized") or len(gather.inputs) > 3:
         return None
     levels, ids, scales = gather.inputs
     numbers = constant(ids)
     if levels is None or scales is None or levels.const_value is None or numbers is None:
         return None
-    bits = gather.attributes.get_int("bits", 4)
-    block_size = gather.attributes.get_int("block_size", 0)
-    experts, rows, _ = levels.const_value.shape.numpy()
+    experts, outputs, row_bytes = levels.const_value.shape.numpy()
     if not np.array_equal(numbers, np.arange(experts)):
         return None
-    outputs, inputs = (rows, block_size) if target is None else target[1:].tolist()
-    return PackedMatrices((experts, outputs, inputs), levels, scales, bits, block_size)
+    bits = gather.attributes.get_int("bits", 4)
+    block_size = gather.attributes.get_int("block_size", 0)
+    return PackedMatrices(
+        (experts, outputs, row_bytes * 8 // bits), levels, scales, bits, block_size
+    )
 
 
 def mixtures(graph: ir.Graph) -> list[ir.Node]:

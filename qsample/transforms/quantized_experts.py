@@ -24,15 +24,12 @@ class QuantizedExperts:
     Attributes:
         bits: the bits of a stored level, 4 or 8.
         block_size: the number of levels that share a scale; it divides K.
-        shape: E, N, K.
-        blocks: [E, N * K / block_size, block_size * bits / 8] uint8, with the first level in the
-            low bits.
-        scales: [E, N * K / block_size, 1] in the layer's dtype.
+        blocks: [E, N, K * bits / 8] uint8, with the first level in the low bits.
+        scales: [E, N, K / block_size] in the layer's dtype.
     """
 
     bits: int
     block_size: int
-    shape: tuple[int, int, int]
     blocks: Tensor
     scales: Tensor
 
@@ -54,12 +51,12 @@ def set_quantized_experts(
         experts: E.
     """
     rows, inputs = weight.sizes
+    shape = (experts, rows // experts)
     quantized = QuantizedExperts(
         weight.bits,
         weight.block_size,
-        (experts, rows // experts, inputs),
-        weight.blocks.view(experts, -1, weight.blocks.shape[-1]),
-        weight.scales.view(experts, -1, 1),
+        weight.blocks.view(*shape, inputs * weight.bits // 8),
+        weight.scales.view(*shape, inputs // weight.block_size),
     )
     # Buffers that are not persistent leave the state_dict as it is.
     module.register_buffer(_name(parameter, "blocks"), quantized.blocks, persistent=False)
@@ -80,7 +77,7 @@ def traced_matrices(module: nn.Module, parameter: str) -> Tensor | None:
     if quantized is None:
         return None
     scales: Any = getattr(module, _name(parameter, "scales"))
-    experts, blocks, _ = scales.shape
+    experts, outputs, blocks = scales.shape
     matrices: Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::GatherBlockQuantized",
         [getattr(module, _name(parameter, "blocks")), torch.arange(experts), scales],
@@ -91,10 +88,10 @@ def traced_matrices(module: nn.Module, parameter: str) -> Tensor | None:
             "quantize_axis": 2,
         },
         dtype=scales.dtype,
-        shape=(experts, blocks, quantized.block_size),
+        shape=(experts, outputs, blocks * quantized.block_size),
         version=1,
     )
-    return matrices.reshape(quantized.shape)
+    return matrices
 
 
 def _name(parameter: str, part: str) -> str:

@@ -235,7 +235,8 @@ def test_list_names_the_type_of_weights(
         assert entry["options"][:3] == ["cpu", expected, f"{compilation().ctx_len} tokens"]
         run("cache", "clear", "--yes")
     experts = " and 16 experts" if packed is not None and "experts" in packed else ""
-    packed_line = f"3 matrices{experts} of the checkpoint, {'Q4_1, ' if shown == 'Q4_1' else ''}4 and 8 bits, blocks of 32"
+    kind = "Q4_1, " if shown == "Q4_1" else ""
+    packed_line = f"3 matrices{experts} of the checkpoint, {kind}4 and 8 bits, blocks of 32"
     assert (packed_line in " ".join(run("inspect", package.path)[1].split())) == (
         packed is not None
     )

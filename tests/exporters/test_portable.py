@@ -61,36 +61,34 @@ def test_the_figures_of_packed_weights() -> None:
 
 def test_the_figures_of_packed_experts() -> None:
     """Of two layers that share the first matrix; the second of one is float."""
+    constants = {
+        "levels": np.zeros((3, 64, 16), np.uint8),
+        "scales": np.zeros((3, 64, 1), np.float32),
+        "others": np.zeros((3, 32, 32), np.uint8),
+        "steps": np.zeros((3, 32, 2), np.float32),
+        "ids": np.arange(3),
+        "plain": np.zeros((3, 32, 32), np.float32),
+    }
     model = small_graph(
         """mixtures (float[S,32] rows, float[S,3] choice, uint8[3,64,16] levels, float[3,64,1] scales,
-            uint8[3,64,16] others, float[3,64,1] steps, int64[3] ids, int64[3] first, int64[3] second,
-            float[3,32,32] plain) => (float[S,32] result) {
-            found = com.microsoft.GatherBlockQuantized
+            uint8[3,32,32] others, float[3,32,2] steps, int64[3] ids, float[3,32,32] plain)
+            => (float[S,32] result) {
+            fc1 = com.microsoft.GatherBlockQuantized
                 <bits = 4, block_size = 32, gather_axis = 0, quantize_axis = 2> (levels, ids, scales)
-            fc1 = Reshape (found, first)
-            more = com.microsoft.GatherBlockQuantized
+            fc2 = com.microsoft.GatherBlockQuantized
                 <bits = 8, block_size = 16, gather_axis = 0, quantize_axis = 2> (others, ids, steps)
-            fc2 = Reshape (more, second)
             hidden = com.microsoft.MoE (rows, choice, fc1, , fc2)
             result = com.microsoft.MoE (hidden, choice, fc1, , plain)
         }""",
-        constants={
-            "levels": np.zeros((3, 64, 16), np.uint8),
-            "scales": np.zeros((3, 64, 1), np.float32),
-            "others": np.zeros((3, 64, 16), np.uint8),
-            "steps": np.zeros((3, 64, 1), np.float32),
-            "ids": np.arange(3),
-            "first": np.array([3, 64, 32]),
-            "second": np.array([3, 32, 32]),
-            "plain": np.zeros((3, 32, 32), np.float32),
-        },
+        constants=constants,
     )
+    packed = ("levels", "scales", "others", "steps")
     assert portable.packed_weights(model) == {
         "matrices": 0,
         "experts": 6,
         "bits": [4, 8],
         "block_sizes": [16, 32],
-        "bytes": 2 * (3 * 64 * 16 + 3 * 64 * 4),
+        "bytes": sum(constants[name].nbytes for name in packed),
     }
 
 

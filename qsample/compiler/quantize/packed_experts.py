@@ -86,15 +86,14 @@ def _input(node: ir.Node, slot: Slot) -> ir.Value | None:
 
 def _levels(node: ir.Node, packed: PackedMatrices, bits: int) -> ir.Value:
     """[E, N, K * bits / 8], the levels of `packed` in 4 or 8 bits with the middle level for 0."""
+    if bits == packed.bits:
+        return packed.levels
     experts, outputs, inputs = packed.shape
     shape = (experts, outputs, inputs * bits // 8)
 
     def compute() -> Array:
-        stored = _numbers(packed.levels)
-        if bits == packed.bits:
-            return stored.reshape(shape)
         shift = (1 << bits - 1) - (1 << packed.bits - 1)
-        levels = _unpacked(stored, packed.bits) + np.uint8(shift)
+        levels = _unpacked(_numbers(packed.levels), packed.bits) + np.uint8(shift)
         return pack_bits(levels.reshape(-1, inputs), bits).reshape(shape)
 
     return _initializer(node, f"{packed.levels.name}_int{bits}", shape, ir.DataType.UINT8, compute)
@@ -102,30 +101,33 @@ def _levels(node: ir.Node, packed: PackedMatrices, bits: int) -> ir.Value:
 
 def _scales(node: ir.Node, packed: PackedMatrices, block_size: int) -> ir.Value:
     """[E, N, K / block size]: each scale is repeated for the blocks that its block is cut into."""
+    if block_size == packed.block_size:
+        return packed.scales
     experts, outputs, inputs = packed.shape
     shape = (experts, outputs, inputs // block_size)
     assert packed.scales.dtype is not None
 
     def compute() -> Array:
-        repeats = packed.block_size // block_size
-        return np.repeat(_numbers(packed.scales).reshape(-1), repeats).reshape(shape)
+        return np.repeat(_numbers(packed.scales), packed.block_size // block_size, axis=-1)
 
     name = f"{packed.scales.name}_{block_size}"
     return _initializer(node, name, shape, packed.scales.dtype, compute)
 
 
 def _floats(node: ir.Node, packed: PackedMatrices) -> ir.Value:
-    """[E, N, K], the numbers of the levels and scales."""
-    assert packed.scales.dtype is not None
+    """[E, N, K], the numbers of the levels and scales, in the dtype of the scales."""
+    dtype = packed.scales.dtype
+    assert dtype is not None
 
     def compute() -> Array:
         levels = _unpacked(_numbers(packed.levels), packed.bits).astype(np.float32)
         levels -= np.float32(1 << packed.bits - 1)
-        levels *= _numbers(packed.scales)
-        return levels.reshape(packed.shape)
+        blocks = levels.reshape(*levels.shape[:2], -1, packed.block_size)
+        blocks *= _numbers(packed.scales).astype(np.float32)[..., None]
+        return levels.astype(dtype.numpy(), copy=False)
 
     name = f"{packed.levels.name}_float"
-    return _initializer(node, name, packed.shape, packed.scales.dtype, compute)
+    return _initializer(node, name, packed.shape, dtype, compute)
 
 
 def _initializer(

@@ -13,7 +13,7 @@ import pytest
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.quantize.packed_experts import keep_packed_experts, num_packed_experts
-from qsample.contract.arrays import Array
+from qsample.contract.arrays import DTYPES, Array
 from qsample.graph import moe
 from tests.helpers.mixtures import experts_reference
 from tests.helpers.small_graphs import small_graph
@@ -32,8 +32,7 @@ def packed_matrix(form: Form, outputs: int, inputs: int, seed: int) -> tuple[Arr
     scales = (rng.random((EXPERTS, outputs, inputs // block)) / 2**bits).astype(np.float32)
     meant = (levels.astype(np.float64) - 2 ** (bits - 1)) * np.repeat(scales, block, -1)
     packed = levels if bits == 8 else levels[..., 0::2] | levels[..., 1::2] << 4
-    blocks = outputs * inputs // block
-    return packed.reshape(EXPERTS, blocks, -1), scales.reshape(EXPERTS, blocks, 1), meant
+    return packed, scales, meant
 
 
 def portable(
@@ -52,12 +51,10 @@ def portable(
             constants[name] = matrices.astype(np.float32)
             continue
         constants |= {f"{name}_levels": levels, f"{name}_scales": scales}
-        constants[f"{name}_shape"] = np.array([EXPERTS, outputs, inputs])
         nodes.append(f"""
-            {name}_gathered = com.microsoft.GatherBlockQuantized
+            {name} = com.microsoft.GatherBlockQuantized
                 <bits = {form[0]}, block_size = {form[1]}, gather_axis = 0, quantize_axis = 2>
-                ({name}_levels, ids, {name}_scales)
-            {name} = Reshape ({name}_gathered, {name}_shape)""")
+                ({name}_levels, ids, {name}_scales)""")
     for layer in range(layers):
         rows = "rows" if layer == 0 else f"hidden{layer}"
         result = "result" if layer == layers - 1 else f"hidden{layer + 1}"
@@ -186,28 +183,29 @@ def test_other_lookups_stay(change: str) -> None:
     assert len(moe.mixtures(model.graph)) == 1
 
 
-def test_matrices_of_a_block_a_row() -> None:
-    """Their Reshape has no effect, and export leaves it out."""
-    levels, scales, meant = packed_matrix((8, 128), HIDDEN, SIZE, 0)
-    model = small_graph(
-        f"""mixture (float[S,{HIDDEN}] rows, float[S,3] choice, uint8{list(levels.shape)} levels,
-            float{list(scales.shape)} scales, int64[3] ids, float[3,{2 * SIZE},{HIDDEN}] fc1)
-            => (float[S,{HIDDEN}] result) {{
-            fc2 = com.microsoft.GatherBlockQuantized
-                <bits = 8, block_size = 128, gather_axis = 0, quantize_axis = 2> (levels, ids, scales)
-            result = com.microsoft.MoE (rows, choice, fc1, , fc2)
-        }}""",
-        constants={
-            "levels": levels,
-            "scales": scales,
-            "ids": np.arange(3),
-            "fc1": np.zeros((3, 2 * SIZE, HIDDEN), np.float32),
-        },
-    )
-    (packed,) = moe.packed_weights(model.graph[-1])
-    assert packed.shape == (3, HIDDEN, SIZE)
-    keep_packed_experts(model)
-    value = model.graph[-1].inputs[moe.Slot.FC2]
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_half_precision(dtype: str) -> None:
+    """Scales are in half precision by then; levels are multiplied in float32."""
+    model, _, _ = portable((4, 32), (4, 32))
+    half = ir.DataType(DTYPES[dtype].onnx)
+    node = moe.mixtures(model.graph)[0]
+    (first, _) = moe.packed_weights(node)
+    assert first.scales.const_value is not None
+    rounded = first.scales.const_value.numpy().astype(half.numpy())
+    first.scales.const_value = ir.Tensor(rounded, dtype=half)
+    first.scales.type = ir.TensorType(half)
+    levels = stored_levels(first)
+    keep_packed_experts(model, (64, 128))
+    value = node.inputs[moe.Slot.FC1]
     assert value is not None
+    assert value.dtype == half
     assert value.const_value is not None
-    np.testing.assert_array_equal(value.const_value.numpy(), meant.astype(np.float32))
+    wanted = levels * np.repeat(rounded.astype(np.float64), 32, -1)
+    np.testing.assert_array_equal(value.const_value.numpy(), wanted.astype(half.numpy()))
+
+
+def stored_levels(packed: moe.PackedMatrices) -> Array:
+    """[E, N, K] levels of 4 bits around 0."""
+    assert packed.levels.const_value is not None
+    bytes_ = packed.levels.const_value.numpy()
+    return np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(packed.shape).astype(np.float64) - 8

@@ -144,7 +144,7 @@ def test_experts_of_integers(
         for name, stored in found.items():
             assert small or deferred(stored.blocks) is not None
             levels = numbers(stored.blocks).numpy().astype(np.float64) - 128
-            meant = (levels * numbers(stored.scales).numpy()).reshape(stored.shape)
+            meant = levels * np.repeat(numbers(stored.scales).numpy(), stored.block_size, -1)
             wanted = model.get_parameter(f"model.layers.{layer}.mlp.experts.{name}").data
             np.testing.assert_array_equal(meant, in_order(name, wanted, kind))
 
