@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from qsample.checkpoints.block_store import BlockStore
-from qsample.checkpoints.stored_matrices import FloatMatrix, StoredMatrix
+from qsample.checkpoints.stored_matrices import FloatMatrix, StoredExperts, StoredMatrix
 from qsample.contract.tensors import BLOCK_SIZES
 from qsample.errors import QsampleError, listed
 from qsample.transforms.deferred import SMALLEST, Deferred, defer, deferred, numbers
+from qsample.transforms.quantized_experts import set_quantized_experts
 from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 
 
@@ -35,6 +36,8 @@ class QuantizedCheckpoint:
         without_blocks: the names of the layers that no block size fits; they stay float.
         biases: the names of the layers' biases, except zeros, which some tools write everywhere.
         blocks: the blocks of the other layers, by name.
+        experts: the quantized experts by the placeholders of their parameters; `blocks` has their
+            blocks by the name of the parameter.
     """
 
     weights: dict[str, Tensor]
@@ -42,6 +45,7 @@ class QuantizedCheckpoint:
     without_blocks: tuple[str, ...]
     biases: frozenset[str]
     blocks: BlockStore
+    experts: Mapping[Deferred, StoredExperts] = field(default_factory=dict)
 
     def attach(self, model: PreTrainedModel) -> int:
         """Give the layers of a model the blocks of their weights, which stay mapped from their
@@ -65,7 +69,21 @@ class QuantizedCheckpoint:
             elif weight.numel() < SMALLEST:
                 layer.weight = nn.Parameter(numbers(weight.detach()), requires_grad=False)
         self._warn_of_floats(float_layers=len(self.layers) - len(attached))
+        self._attach_experts(model)
         return len(attached)
+
+    def _attach_experts(self, model: PreTrainedModel) -> None:
+        """Give modules of experts the blocks of their parameters."""
+        for module in model.modules():
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                placeholder = deferred(weight)
+                if placeholder is None or placeholder not in self.experts:
+                    continue
+                experts = self.experts[placeholder]
+                blocks = self.blocks.read(experts.parameter)
+                set_quantized_experts(module, name, blocks, experts.count)
+                if weight.numel() < SMALLEST:
+                    setattr(module, name, nn.Parameter(numbers(weight.detach()), False))
 
     def _warn_of_floats(self, float_layers: int) -> None:
         """Warn of the number of layers that stay float."""
@@ -117,6 +135,7 @@ def read_quantized(
     shapes: Mapping[str, torch.Size],
     transposed: Collection[str] = (),
     biases: Collection[str] = (),
+    experts: Iterable[StoredExperts] = (),
 ) -> QuantizedCheckpoint:
     """Write the blocks of matrices, with a part of one matrix in memory at a time.
 
@@ -129,6 +148,7 @@ def read_quantized(
         shapes: the shapes of the model's weights, as in `checkpoint.Outline`.
         transposed: the layers that hold their weight as [in, out], as in `checkpoint.Outline`.
         biases: the names of the layers' biases, as in `QuantizedCheckpoint`.
+        experts: the quantized experts, whose float parameters are placeholders in `weights`.
 
     Raises:
         QsampleError: if a matrix does not fit the model.
@@ -151,7 +171,20 @@ def read_quantized(
         layers[placeholder] = matrix.layer
         if not blocks.add(matrix.layer, (part.blocks(dtype) for part in matrix.parts())):
             without_blocks.append(matrix.layer)
-    return QuantizedCheckpoint(weights, layers, tuple(without_blocks), frozenset(biases), blocks)
+    experts_by_placeholder = {}
+    for one in experts:
+        placeholder = deferred(weights[one.parameter])
+        assert placeholder is not None
+        if blocks.add(one.parameter, (part.blocks(dtype) for part in one.matrix.parts())):
+            experts_by_placeholder[placeholder] = one
+    return QuantizedCheckpoint(
+        weights,
+        layers,
+        tuple(without_blocks),
+        frozenset(biases),
+        blocks,
+        experts_by_placeholder,
+    )
 
 
 def _takes_blocks(layer: nn.Module, blocks: QuantizedWeight) -> bool:

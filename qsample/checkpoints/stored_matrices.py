@@ -51,6 +51,11 @@ class IntegerWeight:
     offsets: Floats | None = None
     groups: Indices | None = None
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether a level means scale * (level - 2^(bits - 1)) in every group."""
+        return self.zero_points is None and self.offsets is None
+
     def rows(self, index: slice | Indices) -> IntegerWeight:
         """Some of the N rows, or all of them in another order."""
         return replace(
@@ -199,6 +204,17 @@ class IntegerWeight:
         return nearest.astype(np.uint8), offsets
 
 
+def in_turns(first: IntegerWeight, second: IntegerWeight) -> IntegerWeight:
+    """The rows of two weights in turns. Both are symmetric, with the same bits, shapes and groups
+    in order."""
+
+    def alternating(one: Array, other: Array) -> Array:
+        return np.stack([one, other], axis=1).reshape(-1, one.shape[1])
+
+    levels = alternating(first.levels, second.levels)
+    return IntegerWeight(first.bits, levels, alternating(first.scales, second.scales))
+
+
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """The weight of a layer that a checkpoint stores as integers.
@@ -243,6 +259,23 @@ class StoredMatrix:
         step = multiples * _ROWS_MULTIPLE
         for start in range(0, outputs, step):
             yield slice(start, min(start + step, outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredExperts:
+    """The matrices of the experts of a layer that a checkpoint stores as integers without zero
+    points and offsets.
+
+    Attributes:
+        parameter: the name of the parameter that has the matrices of all experts.
+        count: the number of experts, E.
+        matrix: the matrices [N, K] of all experts as one [E * N, K]. If they are both the gates and
+            the up projections, the rows of both take turns.
+    """
+
+    parameter: str
+    count: int
+    matrix: StoredMatrix
 
 
 @dataclass(frozen=True, slots=True)

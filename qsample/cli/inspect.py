@@ -388,8 +388,9 @@ def _packed(figures: Any) -> str:
     bits = " and ".join(map(str, figures["bits"]))
     block_sizes = " and ".join(map(str, figures["block_sizes"]))
     kind = f"{figures['type']}, " if "type" in figures else ""
+    experts = f" and {figures['experts']} experts" if "experts" in figures else ""
     return (
-        f"{figures['matrices']} matrices of the checkpoint, {kind}{bits} bits, "
+        f"{figures['matrices']} matrices{experts} of the checkpoint, {kind}{bits} bits, "
         f"blocks of {block_sizes}"
     )
 

@@ -73,7 +73,10 @@ def quantization_in_words(figures: Any) -> str:
         if figures.get("float_bytes"):
             parts.append(f"{figures['float_bytes'] / _MIB:.1f} MiB still float")
     if "packed_matrices" in figures:
-        parts.append(f"{figures['packed_matrices']} matrices as the checkpoint packed them")
+        experts = f" and {figures['packed_experts']} experts" if "packed_experts" in figures else ""
+        parts.append(
+            f"{figures['packed_matrices']} matrices{experts} as the checkpoint packed them"
+        )
     if "kv_cache_dtype" in figures:
         parts.append(f"{figures['kv_cache_dtype']} keys and values")
     return "; ".join(parts)

@@ -22,7 +22,8 @@ from qsample.compiler.debug_dump import DebugDump
 from qsample.compiler.divergence import measure_divergence
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
-from qsample.compiler.quantize.blocks import QuantizationReport, quantization_report
+from qsample.compiler.quantize.blocks import quantization_report
+from qsample.compiler.quantize.packed_experts import num_packed_experts
 from qsample.compiler.targets import Target, find_target
 from qsample.compiler.targets.requirements import check_plan
 from qsample.compiler.vision import compare_vision, compile_vision
@@ -126,7 +127,7 @@ def _build(
             placement=build.placement,
             self_test={},
             provider_options={**target.provider_options, **build.provider_options},
-            quantization=_figures(plan, quantization_report(build.model)),
+            quantization=_figures(plan, build.model),
             least_onnxruntime=STEPS_ONNXRUNTIME if plan.needs_new_attention else None,
             parts=tuple(build.parts),
             options=plan.options.described(),
@@ -193,11 +194,13 @@ def _finer_weights(plan: CompilePlan) -> list[str]:
     return advice or ["the float weights"]
 
 
-def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, Any] | None:
-    """The manifest's entry of quantized weights and a quantized cache; None if nothing is quantized."""
+def _figures(plan: CompilePlan, model: ir.Model) -> dict[str, Any] | None:
+    """The manifest's entry of quantized weights and a quantized cache; None if nothing is quantized. model: the
+    compiled graph."""
     if not plan.quantized:
         return None
     figures: dict[str, Any] = {}
+    report = quantization_report(model)
     if report is not None:
         blocks = asdict(plan.weights) if plan.weights is not None else {}
         figures |= {"dtype": _kind(plan), "preset": plan.options.preset, **blocks, **asdict(report)}
@@ -205,6 +208,8 @@ def _figures(plan: CompilePlan, report: QuantizationReport | None) -> dict[str, 
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:
         figures["packed_matrices"] = plan.source.manifest.packed_weights.get("matrices")
+    if experts := num_packed_experts(model):
+        figures["packed_experts"] = experts
     return figures
 
 

@@ -31,6 +31,7 @@ from qsample.compiler.quantize import PRESETS
 from qsample.compiler.quantize.bits import layers_of, table_of
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.kv_cache import BITS, measure_scales, quantize_kv_cache
+from qsample.compiler.quantize.packed_experts import keep_packed_experts
 from qsample.compiler.quantize.walk import Calibration, calibrated_levels
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.contract.arrays import Array
@@ -263,10 +264,11 @@ def quantization_phases(
     pads_blocks: bool = False,
     copies: int = 1,
 ) -> list[Phase]:
-    """Phases that quantize the cache and the weights if the plan says so, and check the result. The device's QMoE takes
-    `expert_block_sizes`, and its MatMulNBits a part of a block if `pads_blocks`. copies: how often the weights are
-    written."""
-    phases = [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
+    """Phases that keep the integers of experts, quantize the cache and the weights if the plan says so, and check the
+    result. The device's QMoE takes `expert_block_sizes`, and its MatMulNBits a part of a block if `pads_blocks`.
+    copies: how often the weights are written."""
+    phases = [graph_pass(keep_packed_experts, block_sizes=expert_block_sizes)]
+    phases += [step(quantize_cache)] if plan.kv_cache_dtype is not None else []
     if plan.weights is not None:
         phases += [
             graph_pass(

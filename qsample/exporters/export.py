@@ -53,6 +53,7 @@ from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.deferred import computing, deferred
 from qsample.transforms.image_blocks import find_blockwise
 from qsample.transforms.images import image_shape
+from qsample.transforms.quantized_experts import quantized_experts
 from qsample.transforms.quantized_linear import quantized_layers
 
 _OUT_OF_MEMORY_MESSAGES: Final = re.compile(
@@ -349,6 +350,10 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     quantized = list(quantized_layers(model))
     not_written = {layer.weight for layer, _ in quantized}
     size = sum(weight.nbytes for _, weight in quantized)
+    for module in model.modules():
+        for name, experts in quantized_experts(module).items():
+            not_written.add(module.get_parameter(name))
+            size += experts.nbytes
     for weight in model.parameters():
         if weight not in not_written:
             size += _stored_bytes(weight)

@@ -259,11 +259,11 @@ def _lower(graph: ir.Graph, marker: ir.Node) -> None:
     inputs: dict[moe.Slot, ir.Value | None] = {
         moe.Slot.INPUT: rows,
         moe.Slot.ROUTER: choice,
-        moe.Slot.FC1: fc1.initializer(in_turns=in_turns),
+        moe.Slot.FC1: fc1.value(in_turns=in_turns),
         moe.Slot.FC1_BIAS: gate_bias
         if in_turns or gate_bias is None
         else _bias_in_turns(graph, gate_bias),
-        moe.Slot.FC2: fc2.initializer(in_turns=True),
+        moe.Slot.FC2: fc2.value(in_turns=True),
         moe.Slot.FC2_BIAS: down_bias,
     }
     attributes = {
@@ -295,11 +295,15 @@ class _Matrices:
         self._experts = experts
         self._transposed = transposed
         self._parts = [part for part in parts if part is not None]
-        self._tensors = [_parameter(part) for part in self._parts]
+        # Matrices that are computed from a checkpoint's integers are in the wanted order already.
+        self._are_computed = producer(self._parts[0]) is not None
+        self._tensors = [] if self._are_computed else [_parameter(part) for part in self._parts]
 
-    def initializer(self, *, in_turns: bool) -> ir.Value:
+    def value(self, *, in_turns: bool) -> ir.Value:
         """[E, N, K], N the outputs of all parts. in_turns: they are in the wanted order; otherwise
         the rows of up follow all rows of gate, and both are put in turns."""
+        if self._are_computed:
+            return self._parts[0]
         shapes = [self._shape(tensor) for tensor in self._tensors]
         shape = (self._experts, sum(outputs for outputs, _ in shapes), shapes[0][1])
         if in_turns and not self._transposed and self._tensors[0].shape.numpy() == shape:

@@ -28,6 +28,7 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
+from qsample.graph import moe
 from qsample.graph.join import append_sampler
 from qsample.graph.operators import OPSET, is_matmul_nbits
 from qsample.graph.packed import in_nibbles, offsets_of
@@ -155,14 +156,21 @@ def packed_weights(model: ir.Model) -> dict[str, Any] | None:
     """The manifest's figures of weights that were quantized already; None if there are no such
     weights."""
     packed = [node for node in model.graph.all_nodes() if is_matmul_nbits(node)]
-    if not packed:
+    layers = [moe.packed_weights(node) for node in moe.mixtures(model.graph)]
+    matrices = [one for layer in layers for one in layer]
+    if not packed and not matrices:
         return None
     weights = {value for node in packed for value in node.inputs[1:4] if value is not None}
     weights |= {found.offsets for found in map(offsets_of, packed) if found is not None}
+    weights |= {value for one in matrices for value in (one.levels, one.scales)}
+    bits = {node.attributes.get_int("bits", 4) for node in packed}
+    block_sizes = {node.attributes.get_int("block_size", 32) for node in packed}
+    experts = sum(layer[0].shape[0] for layer in layers if layer)
     return {
         "matrices": len(packed),
-        "bits": sorted({node.attributes.get_int("bits", 4) for node in packed}),
-        "block_sizes": sorted({node.attributes.get_int("block_size", 32) for node in packed}),
+        **({"experts": experts} if experts else {}),
+        "bits": sorted(bits | {one.bits for one in matrices}),
+        "block_sizes": sorted(block_sizes | {one.block_size for one in matrices}),
         "bytes": sum(
             value.const_value.nbytes for value in weights if value.const_value is not None
         ),

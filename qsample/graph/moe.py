@@ -11,11 +11,12 @@ https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.edit import ancestors
+from qsample.graph.edit import ancestors, constant, producer
 from qsample.graph.operators import is_contrib
 
 OP_TYPE: Final = "MoE"
@@ -62,6 +63,51 @@ class QuantizedSlot(IntEnum):
     FC2_BIAS = 7
     FC1_ZERO_POINTS = 11
     FC2_ZERO_POINTS = 12
+
+
+class PackedMatrices(NamedTuple):
+    """The matrices of the experts of a layer as a checkpoint brought them: integers, which a
+    portable graph makes float in front of an MoE.
+
+    Attributes:
+        shape: E, N, K.
+        levels: [E, N, K * bits / 8] uint8, with the first level in the low bits and the middle
+            level for 0.
+        scales: [E, N, K / block size].
+        bits: 4 or 8.
+        block_size: the number of levels along K that share a scale.
+    """
+
+    shape: tuple[int, int, int]
+    levels: ir.Value
+    scales: ir.Value
+    bits: int
+    block_size: int
+
+
+def packed_weights(node: ir.Node) -> list[PackedMatrices]:
+    """The weights of an MoE, fc1 before fc2, that are computed from integers."""
+    found = [packed_matrices(node.inputs[slot]) for slot in (Slot.FC1, Slot.FC2)]
+    return [one for one in found if one is not None]
+
+
+def packed_matrices(weights: ir.Value | None) -> PackedMatrices | None:
+    """The integers that weights of an MoE are computed from; None for other weights."""
+    gather = producer(weights)
+    if gather is None or not is_contrib(gather, "GatherBlockQuantized") or len(gather.inputs) > 3:
+        return None
+    levels, ids, scales = gather.inputs
+    numbers = constant(ids)
+    if levels is None or scales is None or levels.const_value is None or numbers is None:
+        return None
+    experts, outputs, row_bytes = levels.const_value.shape.numpy()
+    if not np.array_equal(numbers, np.arange(experts)):
+        return None
+    bits = gather.attributes.get_int("bits", 4)
+    block_size = gather.attributes.get_int("block_size", 0)
+    return PackedMatrices(
+        (experts, outputs, row_bytes * 8 // bits), levels, scales, bits, block_size
+    )
 
 
 def mixtures(graph: ir.Graph) -> list[ir.Node]:

@@ -59,7 +59,7 @@ _DIM_VALUE: Final = 1
 
 _OPERATORS_WITH_GRAPHS: Final = ("If", "Loop", "Scan")
 # ONNX Runtime computes these when it opens a graph, if their input is a constant.
-_FOLDED_OPERATORS: Final = ("Cast", "Transpose")
+_FOLDED_OPERATORS: Final = ("Cast", "Transpose", "GatherBlockQuantized")
 
 
 class Product(NamedTuple):
@@ -283,6 +283,14 @@ class _Graph:
             return
         if node.operator == "Transpose":
             result = replace(constant, dims=constant.dims[::-1])
+        elif node.operator == "GatherBlockQuantized":
+            scales = node.constant(2)
+            if node.constant(1) is None or scales is None:
+                return  # It looks rows up in a run.
+            # All experts of a layer: the levels of a row are side by side.
+            *outer, row_bytes = constant.dims
+            row = row_bytes * 8 // (node.numbers.get("bits") or 4)
+            result = _Operand((*outer, row), scales.dtype)
         else:
             dtype = _DTYPE_NAMES.get(node.numbers.get("to", 0), "")
             result = _Operand(constant.dims, dtype, cast=True)

@@ -146,8 +146,9 @@ class Manifest:
         files: The files of the package by name; the writer fills them in.
         format_version: The version of the format of this file.
         packed_weights: For a checkpoint that was already quantized, the number of quantized
-            matrices, their bits, block sizes and bytes, and for a GGUF file the type of most
-            weights by llama.cpp's name, such as Q4_1; None for other checkpoints.
+            matrices, that of experts in all layers if any are quantized, their bits, block sizes
+            and bytes, and for a GGUF file the type of most weights by llama.cpp's name, such as
+            Q4_1; None for other checkpoints.
         images: How an image becomes pixels, and a text with images token ids, see `qsample.images`;
             None for packages that read only text.
 

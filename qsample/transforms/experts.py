@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 
 from qsample.transforms import markers
+from qsample.transforms.quantized_experts import traced_matrices
 
 Gate = Callable[[Tensor], Tensor]
 """[N, 2 * size] → [N, size]."""
@@ -154,6 +155,26 @@ class ExpertWeights:
     down_transposed: bool = False
 
 
+def _with_blocks(weights: ExpertWeights, module: nn.Module) -> ExpertWeights:
+    """`weights` in a trace, with the matrices that `module` has in blocks computed from these.
+
+    module: the module with the parameters gate_up_proj and down_proj.
+    """
+    gate = traced_matrices(module, "gate_up_proj")
+    down = traced_matrices(module, "down_proj")
+    if gate is not None:
+        bias = weights.gate_bias
+        if bias is not None and not weights.activation.interleaved:
+            bias = torch.stack(bias.chunk(2, dim=-1), dim=-1).flatten(-2)
+        activation = replace(weights.activation, interleaved=True)
+        weights = replace(
+            weights, activation=activation, gate=gate, gate_bias=bias, gate_transposed=False
+        )
+    if down is not None:
+        weights = replace(weights, down=down, down_transposed=False)
+    return weights
+
+
 def run_experts(hidden_states: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Each token through its experts, in a trace: [T, k, H]. hidden_states: [T, H]. chosen: [T, k]
     experts."""
@@ -250,7 +271,7 @@ def _experts(
         gate_transposed=module.is_transposed,
         down_transposed=module.is_transposed,
     )
-    outputs = run_experts(hidden_states, top_k_index, weights)
+    outputs = run_experts(hidden_states, top_k_index, _with_blocks(weights, module))
     if module.has_post_expert_norm:
         outputs = module.post_expert_norm(outputs)
     return combine(outputs, top_k_weights).to(hidden_states.dtype)
@@ -340,9 +361,10 @@ def _longcat_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
 def _llama4_weights(module: Any, activation: SwiGLU) -> ExpertWeights:
     gate = module.experts.gate_up_proj
     down = module.experts.down_proj
-    return ExpertWeights(
+    weights = ExpertWeights(
         activation, down.shape[0], gate, down, gate_transposed=True, down_transposed=True
     )
+    return _with_blocks(weights, module.experts)
 
 
 def _jetmoe_weights(module: Any, activation: SwiGLU) -> ExpertWeights:

@@ -31,6 +31,7 @@ from qsample.transforms.markers import (
     MARKER_DOMAIN,
     REPEATED_LAYER,
 )
+from qsample.transforms.quantized_experts import QuantizedExperts
 from qsample.transforms.quantized_linear import QuantizedWeight
 from qsample.transforms.recurrent import RetainedForward
 
@@ -52,7 +53,7 @@ _COMPARED_BY_VALUE: Final = (
     torch.device,
     SwiGLU,
 )
-_COMPARED_BY_FIELDS: Final = (QuantizedWeight, RetainedForward)
+_COMPARED_BY_FIELDS: Final = (QuantizedExperts, QuantizedWeight, RetainedForward)
 
 
 @dataclass(frozen=True, slots=True)

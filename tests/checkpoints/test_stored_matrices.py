@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsample.checkpoints import stored_matrices
-from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
+from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix, in_turns
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.integer_models import random_integers
 from tests.helpers.quantized_checkpoints import stored_levels
@@ -160,3 +160,27 @@ def test_parts_are_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(
         np.concatenate([part.levels for part in matrix.parts()]), weight.levels
     )
+
+
+def test_rows_in_turns() -> None:
+    """Of gates and up projections."""
+    first, second = (
+        IntegerWeight(
+            4, np.full((3, 32), base, np.uint8), np.arange(3.0, dtype=np.float32)[:, None] + base
+        )
+        for base in (1, 9)
+    )
+    both = in_turns(first, second)
+    assert both.is_symmetric
+    assert both.levels[:, 0].tolist() == [1, 9] * 3
+    assert both.scales[:, 0].tolist() == [1, 9, 2, 10, 3, 11]
+    np.testing.assert_array_equal(both.floats()[0::2], first.floats())
+    np.testing.assert_array_equal(both.floats()[1::2], second.floats())
+
+
+@pytest.mark.parametrize(
+    ("other", "symmetric"), [({}, True), ({"zero_points": True}, False), ({"offsets": True}, False)]
+)
+def test_weights_around_the_middle(other: dict[str, bool], symmetric: bool) -> None:
+    weight = random_integers(np.random.default_rng(0), OUTPUTS, INPUTS, **other)
+    assert weight.is_symmetric == symmetric

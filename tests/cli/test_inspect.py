@@ -207,6 +207,7 @@ def test_list_and_clear(
     [
         (None, "float32"),
         ({"bits": [4, 8]}, "4 and 8 bits"),
+        ({"bits": [4, 8], "experts": 16}, "4 and 8 bits"),
         ({"bits": [4, 8], "type": "Q4_1"}, "Q4_1"),
     ],
 )
@@ -233,7 +234,9 @@ def test_list_names_the_type_of_weights(
         (entry, *_) = json.loads(run("cache", "list", "--json")[1])["entries"]
         assert entry["options"][:3] == ["cpu", expected, f"{compilation().ctx_len} tokens"]
         run("cache", "clear", "--yes")
-    packed_line = f"3 matrices of the checkpoint, {'Q4_1, ' if shown == 'Q4_1' else ''}4 and 8 bits, blocks of 32"
+    experts = " and 16 experts" if packed is not None and "experts" in packed else ""
+    kind = "Q4_1, " if shown == "Q4_1" else ""
+    packed_line = f"3 matrices{experts} of the checkpoint, {kind}4 and 8 bits, blocks of 32"
     assert (packed_line in " ".join(run("inspect", package.path)[1].split())) == (
         packed is not None
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.cli.quantized import divergence_in_words, note_divergence
+from qsample.cli.quantized import divergence_in_words, note_divergence, quantization_in_words
 from qsample.package import divergence
 from qsample.package.divergence import FAR, Divergence
 from qsample.package.package import Package, read_package
@@ -129,3 +129,12 @@ def test_words_of_each_text() -> None:
         }
         expected = f"KL 0.5 nats a token (0.25 to 0.75), top-1 50.0 %, perplexity ratio 0.5, on 1,234 tokens of {words}"
         assert str(Divergence.from_json(figures)) == expected
+
+
+def test_words_of_packed_weights() -> None:
+    figures = {"packed_matrices": 3}
+    assert quantization_in_words(figures) == "3 matrices as the checkpoint packed them"
+    figures |= {"packed_experts": 8}
+    assert (
+        quantization_in_words(figures) == "3 matrices and 8 experts as the checkpoint packed them"
+    )

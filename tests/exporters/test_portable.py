@@ -21,6 +21,7 @@ from qsample.exporters.portable import Draft, build_initial_state, write_draft
 from qsample.package.manifest import Source, TokenIds
 from qsample.progress import Stage, Stages, unreported
 from tests.helpers.reference import philox_uniforms
+from tests.helpers.small_graphs import small_graph
 
 
 def test_the_version_of_onnxruntime_does_not_depend_on_its_distribution(
@@ -56,6 +57,39 @@ def test_the_figures_of_packed_weights() -> None:
     }
     assert portable.packed_weights(ir.Model(graph, ir_version=10)) == wanted
     assert portable.packed_weights(ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)) is None
+
+
+def test_the_figures_of_packed_experts() -> None:
+    """Of two layers that share the first matrix; the second of one is float."""
+    constants = {
+        "levels": np.zeros((3, 64, 16), np.uint8),
+        "scales": np.zeros((3, 64, 1), np.float32),
+        "others": np.zeros((3, 32, 32), np.uint8),
+        "steps": np.zeros((3, 32, 2), np.float32),
+        "ids": np.arange(3),
+        "plain": np.zeros((3, 32, 32), np.float32),
+    }
+    model = small_graph(
+        """mixtures (float[S,32] rows, float[S,3] choice, uint8[3,64,16] levels, float[3,64,1] scales,
+            uint8[3,32,32] others, float[3,32,2] steps, int64[3] ids, float[3,32,32] plain)
+            => (float[S,32] result) {
+            fc1 = com.microsoft.GatherBlockQuantized
+                <bits = 4, block_size = 32, gather_axis = 0, quantize_axis = 2> (levels, ids, scales)
+            fc2 = com.microsoft.GatherBlockQuantized
+                <bits = 8, block_size = 16, gather_axis = 0, quantize_axis = 2> (others, ids, steps)
+            hidden = com.microsoft.MoE (rows, choice, fc1, , fc2)
+            result = com.microsoft.MoE (hidden, choice, fc1, , plain)
+        }""",
+        constants=constants,
+    )
+    packed = ("levels", "scales", "others", "steps")
+    assert portable.packed_weights(model) == {
+        "matrices": 0,
+        "experts": 6,
+        "bits": [4, 8],
+        "block_sizes": [16, 32],
+        "bytes": sum(constants[name].nbytes for name in packed),
+    }
 
 
 FACE = Interface(100, (KeyValueShape(2, 8), KeyValueShape(1, 4)))

@@ -13,8 +13,10 @@ from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.errors import PackageError
 from qsample.ort import rounding as module
+from qsample.ort.kernels import Kernel, Product, read_kernels
 from qsample.ort.rounding import ANY_ROWS, RowCounts, measured
 from qsample.package.package import read_package
+from tests.helpers.small_graphs import small_graph
 from tests.helpers.small_products import decoder, product, quantized
 
 COUNTS = (*range(1, 12), 16, 21)
@@ -185,3 +187,35 @@ def test_products_out_of_all_proportion_are_refused(tmp_path: Path) -> None:
     ir.save(ir.Model(graph, ir_version=10), tmp_path / "decoder.onnx")
     with pytest.raises(PackageError, match="a product with 1099511627776 inputs"):
         measured(tmp_path / "decoder.onnx")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_that_onnxruntime_makes_float_as_it_opens_a_graph(bits: int) -> None:
+    """A portable package has integers in front of MoE; the kernel is that of float experts."""
+    shapes = {"fc1": (3, 96, 32), "fc2": (3, 32, 48)}
+    plain = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    packed: dict[str, np.ndarray] = {"ids": np.arange(3)}
+    nodes = []
+    for name, (experts, outputs, inputs) in shapes.items():
+        packed[f"{name}_levels"] = np.zeros((experts, outputs, inputs * bits // 8), np.uint8)
+        packed[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 16), np.float32)
+        nodes.append(f"""{name} = com.microsoft.GatherBlockQuantized
+            <bits = {bits}, block_size = 16, gather_axis = 0, quantize_axis = 2>
+            ({name}_levels, ids, {name}_scales)""")
+
+    def kernels(constants: dict[str, np.ndarray], before: str) -> frozenset[Kernel]:
+        kinds = {"u": "uint8", "f": "float", "i": "int64"}
+        given = ", ".join(
+            f"{kinds[array.dtype.kind]}{list(array.shape)} {name}"
+            for name, array in constants.items()
+        )
+        model = small_graph(
+            f"""mixture (float[S,32] rows, float[S,3] choice, {given}) => (float[S,32] result) {{
+                {before} result = com.microsoft.MoE <k = 1> (rows, choice, fc1, , fc2) }}""",
+            constants=constants,
+        )
+        return read_kernels(ir.to_proto(model).SerializeToString(), 64)
+
+    found = kernels(packed, "\n".join(nodes))
+    assert found == kernels(plain, "")
+    assert [kernel.operator for kernel in found if isinstance(kernel, Product)] == ["MoE"]

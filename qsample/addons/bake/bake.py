@@ -45,6 +45,7 @@ from qsample.addons.bake.to_contract import (
     use_contract_names,
     use_own_operators,
 )
+from qsample.addons.bake.unpacked import unpack_levels
 from qsample.checkpoints.source import CONFIG, license_of, origin_of
 from qsample.contract.interface import Features, Interface
 from qsample.errors import QsampleError, printable
@@ -271,6 +272,9 @@ def rewrite(
     model = use_contract_names(foreign, logits, rows, interface)
     if not is_grouped or foreign.recurrences:
         record_shapes(model, foreign.path.parent, limit, vocab_size=foreign.vocab_size)
+    # Last, because graphs that are run in between would hold these weights themselves.
+    if unpack_levels(model):
+        common_passes.RemoveUnusedNodesPass()(model)
     return Baked(model, interface, expected, limit)
 
 

@@ -27,8 +27,8 @@ from qsample.graph.edit import drop_unread, lazy_initializer, replace_node, resh
 from qsample.graph.moe import QuantizedSlot, Slot
 from qsample.graph.operators import CONTRIB_DOMAIN, INT8_ACTIVATIONS, is_contrib
 
-_FC1_SLOTS: Final = (QuantizedSlot.FC1, QuantizedSlot.FC1_SCALES)
-_FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES)
+FC1_SLOTS: Final = (QuantizedSlot.FC1, QuantizedSlot.FC1_SCALES)
+FC2_SLOTS: Final = (QuantizedSlot.FC2, QuantizedSlot.FC2_SCALES)
 
 
 def quantize_experts(
@@ -111,25 +111,32 @@ def _mixture(
         else _padded_bias(node.graph, bias, 2 * padded),
         QuantizedSlot.FC2_BIAS: inputs[Slot.FC2_BIAS],
     }
-    for value, weight, slots in ((fc1, first, _FC1_SLOTS), (fc2, second, _FC2_SLOTS)):
+    for value, weight, slots in ((fc1, first, FC1_SLOTS), (fc2, second, FC2_SLOTS)):
         weight = quantized.setdefault(value, weight)
         rows = (experts, weight.rows)
         levels = (*rows, weight.row_blocks * weight.block_bytes)
         operands = weight.operands(levels, (*rows, weight.row_blocks))
         listed |= dict(zip(slots, operands, strict=True))
+    replace_mixture(node, listed, way.bits, way.block_size)
+    return experts
+
+
+def replace_mixture(
+    node: ir.Node, inputs: Mapping[QuantizedSlot, ir.Value | None], bits: int, block_size: int
+) -> None:
+    """Replace an MoE by a QMoE with these inputs."""
     attributes = {
-        "expert_weight_bits": way.bits,
-        "block_size": way.block_size,
+        "expert_weight_bits": bits,
+        "block_size": block_size,
         "accuracy_level": INT8_ACTIVATIONS,
         "weights_prepacked": 0,
     }
     name = suffixed(node, "quantized")
     new = ir.node(
-        moe.QUANTIZED_OP_TYPE, _by_slot(listed), attributes, domain=CONTRIB_DOMAIN, name=name
+        moe.QUANTIZED_OP_TYPE, _by_slot(inputs), attributes, domain=CONTRIB_DOMAIN, name=name
     )
     new.attributes.update(node.attributes)
     replace_node(node, [new])
-    return experts
 
 
 def _by_slot(listed: Mapping[QuantizedSlot, ir.Value | None]) -> list[ir.Value | None]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -29,12 +30,17 @@ from qsample.addons.formats.gguf.models import (
     weights_of,
 )
 from qsample.addons.formats.gguf.tokenizer import stop_ids, tokenizer_of
-from qsample.addons.formats.gguf.types import FLOATS, read_rows
+from qsample.addons.formats.gguf.types import FLOATS, read_rows, symmetric_types
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.mapped_weights import Place, in_float32
 from qsample.checkpoints.quantized import QuantizedCheckpoint, read_quantized
 from qsample.checkpoints.source import origin_of
-from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix
+from qsample.checkpoints.stored_matrices import (
+    IntegerWeight,
+    StoredExperts,
+    StoredMatrix,
+    in_turns,
+)
 from qsample.checks import is_number
 from qsample.errors import UnsupportedModelError
 from qsample.package.disk.source_files import SourceFiles
@@ -146,7 +152,8 @@ class GgufCheckpoint(Checkpoint):
         sources.add([self.file.path])
         weights: dict[str, Tensor] = {}
         matrices = []
-        stored = weights_of(self.file, self._settings)
+        experts = []
+        float_types = set[str]()
         left_out = prediction_layers(self.file)
         if left_out:
             names = ", ".join(f"blk.{layer}" for layer in left_out)
@@ -154,22 +161,28 @@ class GgufCheckpoint(Checkpoint):
                 f"{self.model_id}: its layers for the prediction of further tokens ({names}) are left out",
                 stacklevel=2,
             )
-        for name, weight in stored.items():
+        for name, weight in weights_of(self.file, self._settings).items():
             if _is_matrix_of_integers(name, weight):
                 tensor = weight.tensors[0]
                 read = functools.partial(_rows, self.file, tensor, weight)
                 layer = name.removesuffix(".weight")
                 matrices.append(StoredMatrix(layer, (tensor.shape[0], tensor.shape[1]), read))
+            elif (stored := _stored_experts(self.file, name, weight)) is not None:
+                experts.append(stored)
+                weights[name] = _float(self.file, weight, smallest=0)
             else:
                 weights[name] = _float(self.file, weight)
-        experts = [one for name, one in stored.items() if name.endswith("experts.down_proj")]
-        if any(one.tensors[0].type not in FLOATS for one in experts):
+                if weight.experts is not None:
+                    float_types |= {tensor.type for tensor in weight.tensors} - FLOATS.keys()
+        if float_types:
             warnings.warn(
-                f"{self.model_id}: its experts are computed as float32, in memory layer by layer; a portable package "
-                "holds them so, and compile's weights='int4' or 'int8' rounds them",
+                f"{self.model_id}: experts of the type {' and '.join(sorted(float_types))} become float32, computed "
+                "layer by layer: experts stay integers if gate and up have one type and it is one of "
+                f"{', '.join(symmetric_types())}; compile's weights='int4' or 'int8' rounds the others",
                 stacklevel=2,
             )
-        needed_bytes = sum(matrix.bytes_in_blocks(dtype) for matrix in matrices)
+        stored_matrices = [*matrices, *(one.matrix for one in experts)]
+        needed_bytes = sum(matrix.bytes_in_blocks(dtype) for matrix in stored_matrices)
         with self._room_for_blocks(scratch, needed_bytes):
             return read_quantized(
                 weights,
@@ -178,6 +191,7 @@ class GgufCheckpoint(Checkpoint):
                 dtype=dtype,
                 shapes=self.outline.shapes,
                 biases=frozenset(weights),
+                experts=experts,
             )
 
 
@@ -200,8 +214,44 @@ def _rows(file: GgufFile, tensor: GgufTensor, weight: Weight, rows: slice) -> In
     return read_rows(file, tensor, rows).inputs(order.places)
 
 
-def _float(file: GgufFile, weight: Weight) -> Tensor:
-    """A weight that is not a matrix of integers: in the file, or computed when it is needed."""
+def _stored_experts(file: GgufFile, name: str, weight: Weight) -> StoredExperts | None:
+    """The integers of experts; None for biases, and for types that stay float."""
+    types = {tensor.type for tensor in weight.tensors}
+    first = weight.tensors[0]
+    if weight.experts is None or len(first.shape) != 3 or len(types) > 1:
+        return None
+    if first.type not in symmetric_types():
+        return None
+    count, outputs, inputs = first.shape
+    rows = count * outputs * len(weight.tensors)
+    read = functools.partial(_rows_of_experts, file, weight.tensors)
+    if len(weight.tensors) == 1 and name.endswith("gate_up_proj"):
+        read = functools.partial(_rows_of_joined_experts, file, first)
+    return StoredExperts(name, count, StoredMatrix(name, (rows, inputs), read))
+
+
+def _rows_of_experts(file: GgufFile, tensors: tuple[GgufTensor, ...], rows: slice) -> IntegerWeight:
+    """Some rows of all experts' matrices: of a single tensor, or of gate and up in turns."""
+    if len(tensors) == 1:
+        return read_rows(file, tensors[0], rows)
+    pairs = slice(rows.start // 2, -(-rows.stop // 2))
+    gate, up = (read_rows(file, tensor, pairs) for tensor in tensors)
+    start = rows.start - 2 * pairs.start
+    return in_turns(gate, up).rows(slice(start, start + rows.stop - rows.start))
+
+
+def _rows_of_joined_experts(file: GgufFile, tensor: GgufTensor, rows: slice) -> IntegerWeight:
+    """Some rows of gate and up in turns, of a tensor in which each expert has all rows of gate, and
+    then those of up."""
+    outputs = tensor.shape[1]
+    experts, outputs_of_experts = np.divmod(np.arange(rows.start, rows.stop), outputs)
+    pairs, halves = np.divmod(outputs_of_experts, 2)
+    return read_rows(file, tensor, experts * outputs + halves * (outputs // 2) + pairs)
+
+
+def _float(file: GgufFile, weight: Weight, smallest: int = SMALLEST) -> Tensor:
+    """A weight as float: in the file, or computed when it is needed if it has `smallest` numbers or
+    more."""
     tensors = weight.tensors
     first = tensors[0]
     is_unchanged = weight == Weight(tensors)
@@ -216,7 +266,7 @@ def _float(file: GgufFile, weight: Weight) -> Tensor:
     def compute() -> Tensor:
         return _assembled([_tensor(file, tensor).to(dtype) for tensor in tensors], weight)
 
-    if shape.numel() < SMALLEST:
+    if shape.numel() < smallest:
         return compute().to(torch.float32)
     return defer(shape, torch.float32, compute, dtype)
 

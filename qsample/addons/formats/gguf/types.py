@@ -4,6 +4,7 @@ in ggml-quants.c of llama.cpp)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -57,6 +58,16 @@ def unpack(type_name: str, raw: Array) -> IntegerWeight:
         levels=unpacked.levels.reshape(rows, -1),
         scales=unpacked.scales.reshape(rows, -1),
         offsets=None if offsets is None else offsets.reshape(rows, -1),
+    )
+
+
+@functools.cache
+def symmetric_types() -> tuple[str, ...]:
+    """The quantized types whose weights are integers around 0 times a scale, without offsets."""
+    return tuple(
+        name
+        for name in _UNPACK
+        if unpack(name, np.zeros((1, _BLOCK_BYTES[name]), np.uint8)).is_symmetric
     )
 
 

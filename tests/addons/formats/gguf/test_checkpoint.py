@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from qsample import AutoModelForCausalLM
+from qsample import AutoModelForCausalLM, cli
 from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
 from qsample.addons.formats.gguf.models import read_model
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.package.disk.source_files import SourceFiles
 from qsample.transforms.deferred import computing, deferred, numbers
+from qsample.transforms.quantized_experts import quantized_experts
 from qsample.transforms.quantized_linear import quantized_layers
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.tiny_models import byte_tokenizer, random_model
@@ -90,17 +91,146 @@ def test_rows_in_another_order(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
 
 
+def quantized_mixture(
+    path: Path, kind: str, types: dict[str, str], **sizes: Any
+) -> tuple[PreTrainedModel, Path]:
+    """A mixture, and its file with experts of a type for each of gate, up and down; the rest is
+    F32."""
+
+    def type_of(name: str) -> str:
+        _, _, part = name.partition("ffn_")
+        return types.get(part.removesuffix("_exps.weight"), "F32")
+
+    model = with_norms(random_model(kind, **({"intermediate_size": 64} | sizes)))
+    return model, write_gguf(path / "model.gguf", model, type_of)
+
+
+def of_type(name: str) -> dict[str, str]:
+    return dict.fromkeys(("gate", "up", "gate_up", "down"), name)
+
+
+def in_order(name: str, weight: torch.Tensor, kind: str) -> np.ndarray:
+    """Experts' float matrices as an MoE has them: [E, N, K], gate and up in turns."""
+    matrices = weight.numpy()
+    if kind == "gpt_oss":
+        return matrices.swapaxes(1, 2)
+    if "gate_up" in name:
+        gate, up = np.split(matrices, 2, axis=1)
+        return np.stack([gate, up], 2).reshape(matrices.shape)
+    return matrices
+
+
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "qwen35moe", "gemma4, with experts"])
-def test_experts_of_integers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_experts_of_integers(
+    name: str, small: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Float weights and integers both mean what the gguf package reads; large ones take no
+    memory."""
+    if not small:
+        request.getfixturevalue("nothing_is_small")
     kind, settings = MODELS[name]
-    model = random_model(kind, **settings | {"intermediate_size": 64})
-    path = write_gguf(
-        tmp_path / "model.gguf", model, lambda name: "MXFP4" if "exps" in name else "F32"
-    )
-    with pytest.warns(UserWarning, match="its experts are computed as float32"):
-        loaded = opened(path).load()
+    sizes = settings | {"intermediate_size": 64, "moe_intermediate_size": 64}
+    model, path = quantized_mixture(tmp_path, kind, of_type("MXFP4"), **sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing becomes float
+        loaded = opened(path).load(scratch=tmp_path)
     for key, parameter in model.named_parameters():
-        torch.testing.assert_close(loaded.get_parameter(key).data, parameter.data, rtol=0, atol=0)
+        torch.testing.assert_close(
+            numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0
+        )
+    for layer in (0, 1):
+        module = f"model.layers.{layer}.{'experts' if kind == 'gemma4_text' else 'mlp.experts'}"
+        found = quantized_experts(loaded.get_submodule(module))
+        assert found.keys() == {"gate_up_proj", "down_proj"}
+        for parameter, stored in found.items():
+            assert small or deferred(stored.blocks) is not None
+            levels = numbers(stored.blocks).numpy().astype(np.float64) - 128
+            meant = levels * np.repeat(numbers(stored.scales).numpy(), stored.block_size, -1)
+            wanted = model.get_parameter(f"{module}.{parameter}").data
+            np.testing.assert_array_equal(meant, in_order(parameter, wanted, kind))
+
+
+@pytest.mark.parametrize(
+    ("types", "named", "kept"),
+    [
+        (of_type("Q4_1"), "Q4_1", set()),
+        (of_type("Q8_0") | {"down": "Q5_1"}, "Q5_1", {"gate_up_proj"}),
+        ({"gate": "Q4_0", "up": "Q8_0", "down": "Q4_0"}, "Q4_0 and Q8_0", {"down_proj"}),
+        (of_type("Q8_0") | {"down": "F16"}, None, {"gate_up_proj"}),
+        (of_type("F16"), None, set()),
+    ],
+)
+def test_experts_that_become_float(
+    types: dict[str, str], named: str | None, kept: set[str], tmp_path: Path
+) -> None:
+    model, path = quantized_mixture(tmp_path, "qwen3_moe", types)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loaded = opened(path).load(scratch=tmp_path)
+    messages = [str(one.message) for one in caught if "experts" in str(one.message)]
+    assert len(messages) == (named is not None)
+    if named is not None:
+        assert f"experts of the type {named} become float32" in messages[0]
+        assert "it is one of Q4_0, Q5_0, Q8_0," in messages[0]
+    assert quantized_experts(loaded.model.layers[1].mlp.experts).keys() == kept
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            numbers(loaded.get_parameter(key).data), parameter.data, rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "types", "bits"),
+    [
+        pytest.param("qwen3_moe", of_type("Q4_0"), 4, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", of_type("MXFP4"), 8, marks=pytest.mark.slow),
+        # QMoE has a single number of bits, and a single block size: TQ2_0 has 4 bits and 256.
+        pytest.param("gpt_oss", of_type("Q8_0") | {"down": "TQ2_0"}, 8, marks=pytest.mark.slow),
+    ],
+    ids=["Q4_0", "MXFP4", "Q8_0 and TQ2_0"],
+)
+def test_a_mixture_is_compiled_with_its_integers(
+    kind: str,
+    types: dict[str, str],
+    bits: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The portable graph computes in float32, as its parity gate has found; QMoE has the numbers of
+    the file."""
+    import onnx_ir as ir
+
+    sizes = {"intermediate_size": 256, "num_hidden_layers": 1}
+    model, path = quantized_mixture(tmp_path, kind, types, **sizes)
+    portable = AutoModelForCausalLM.from_pretrained(path).export(tmp_path / "portable")
+    compiled = portable.compile(tmp_path / "compiled", ctx_len=32)
+    layers = model.config.num_hidden_layers
+    experts = 4 * layers
+    assert portable.package.manifest.packed_weights["experts"] == experts
+    assert bits in portable.package.manifest.packed_weights["bits"]
+    assert compiled.package.manifest.compilation.quantization["packed_experts"] == experts
+    names = [node.op_type for node in ir.load(portable.package.file("decoder.onnx")).graph]
+    assert (names.count("MoE"), names.count("QMoE")) == (layers, 0)
+
+    graph = ir.load(compiled.package.file("decoder.onnx")).graph
+    mixtures = [node for node in graph if node.op_type == "QMoE"]
+    assert len(mixtures) == layers
+    for layer, node in enumerate(mixtures):
+        assert node.attributes.get_int("expert_weight_bits", 0) == bits
+        block = node.attributes.get_int("block_size", 0)
+        for name, slot in (("gate_up_proj", 2), ("down_proj", 5)):
+            levels, scales = (value.const_value.numpy() for value in node.inputs[slot : slot + 2])
+            if bits == 4:
+                levels = np.stack([levels & 15, levels >> 4], -1).reshape(*levels.shape[:2], -1)
+            meant = (levels.astype(np.float64) - 2 ** (bits - 1)) * np.repeat(scales, block, -1)
+            wanted = model.get_parameter(f"model.layers.{layer}.mlp.experts.{name}").data
+            np.testing.assert_array_equal(meant, in_order(name, wanted, kind))
+
+    assert cli.run(["inspect", str(compiled.package.path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"and {experts} experts as the checkpoint packed them" in shown
+    assert f"and {experts} experts of the checkpoint" in shown
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
