@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from qsample.errors import ArgumentError, shown
-from qsample.request.grammar import Form, invalid_grammar
+from qsample.request.grammar import Form, invalid_grammar, parsed_schema
 from qsample.request.structured.gbnf import expression_of_gbnf
 from qsample.request.structured.not_regular import (
     NEVER,
@@ -39,7 +38,7 @@ def expression_of(form: Form) -> str:
     kind, value = form
     match kind:
         case "json_schema":
-            return expression_of_schema(_parsed_schema(value))
+            return expression_of_schema(parsed_schema(value))
         case "regex":
             return _checked_regex(value)
         case "choice":
@@ -50,15 +49,6 @@ def expression_of(form: Form) -> str:
             return expression_of_gbnf(value)
         case "call" | "calls":
             return _expression_of_calls(value, several=kind == "calls")
-
-
-def _parsed_schema(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"the schema is not valid JSON: {error}") from None
 
 
 def _checked_regex(expression: str) -> str:
@@ -104,7 +94,7 @@ def _expression_of_calls(functions: Mapping[str, Any], several: bool) -> str:
     calls = []
     for name, schema in functions.items():
         try:
-            arguments = expression_of_schema(schema)
+            arguments = expression_of_schema(schema, name)
         except NotRegularError as error:
             raise NotRegularError(f"{name:.80}: {error.reason}") from None
         if arguments != NEVER:
