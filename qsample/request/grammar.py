@@ -14,7 +14,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import RUNNING
-from qsample.errors import ArgumentError
+from qsample.errors import ArgumentError, shown
 from qsample.request.schemas.formats import FORMATS
 from qsample.request.schemas.normal_form import InvalidSchemaError, normal_schema
 from qsample.request.schemas.pointers import pointer_step
@@ -52,6 +52,8 @@ _SCHEMA_PROBLEMS: Final = (
         "others; write required, or additionalProperties: false",
     ),
 )
+# Beyond it, float64 lacks some.
+_LARGEST_INTEGER: Final = 1 << 53
 _OTHER_SCHEMA_PROBLEM: Final = "the schema is too large to compile; give a smaller one"
 
 
@@ -235,10 +237,10 @@ def _check_numbers(value: Any, path: str) -> None:
             parts += part.values()
         elif isinstance(part, list):
             parts += part
-        elif isinstance(part, int) and int(float(part)) != part:
+        elif isinstance(part, int) and abs(part) > _LARGEST_INTEGER:
             raise InvalidSchemaError(
                 path,
-                f"{part:.0e} has more digits than masks keep",
+                f"{shown(part, 40)} has more digits than masks keep",
                 "give integers of at most 15 digits",
             )
 

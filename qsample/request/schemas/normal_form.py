@@ -41,13 +41,14 @@ from qsample.request.schemas.operations import (
 )
 from qsample.request.schemas.pointers import followed, pointer_step, step_name
 
-_NEWEST_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+# Names of dialects, without http or https.
+_NEWEST_DIALECT: Final = "//json-schema.org/draft/2020-12/schema"
 # Before 2020-12, `items` is a list where it is `prefixItems` now, and `additionalItems` are `items`.
 _OLDER_DIALECTS: Final = (
-    "https://json-schema.org/draft/2019-09/schema",
-    "http://json-schema.org/draft-07/schema",
-    "http://json-schema.org/draft-06/schema",
-    "http://json-schema.org/draft-04/schema",
+    "//json-schema.org/draft/2019-09/schema",
+    "//json-schema.org/draft-07/schema",
+    "//json-schema.org/draft-06/schema",
+    "//json-schema.org/draft-04/schema",
 )
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # A bound that draft 4 turns into an exclusive one by the value true.
@@ -501,13 +502,15 @@ def _any_of(alternatives: list[Any], path: str) -> Any:
 
 
 def _is_newest_dialect(name: Any) -> bool:
-    dialect = str(name).rstrip("#").replace("http://json-schema.org/schema", _NEWEST_DIALECT)
-    if dialect == _NEWEST_DIALECT:
+    dialect = str(name).rstrip("#").removeprefix("https:").removeprefix("http:")
+    if dialect in (_NEWEST_DIALECT, "//json-schema.org/schema"):
         return True
     if dialect in _OLDER_DIALECTS:
         return False
     raise InvalidSchemaError(
-        "#/$schema", f"{shown(name, 60)} is unknown", f'write "{_NEWEST_DIALECT}", or leave it out'
+        "#/$schema",
+        f"{shown(name, 60)} is unknown",
+        f'write "https:{_NEWEST_DIALECT}", or leave it out',
     )
 
 
