@@ -156,7 +156,10 @@ def _lark_of_calls(functions: Mapping[str, Any], several: bool) -> str:
     calls = []
     for name, schema in functions.items():
         start = json.dumps(f'{{"name": "{name}", "parameters": ')
-        calls.append(f'{start} %json {_document(schema, name)} "}}"')
+        try:
+            calls.append(f'{start} %json {_document(schema)} "}}"')
+        except InvalidSchemaError as error:
+            raise error.of_function(name) from None
     more_calls = ' (", " call)*' if several else ""
     return f'start: "[" call{more_calls} "]"\ncall: {" | ".join(calls)}'
 
@@ -175,17 +178,12 @@ def parsed_schema(value: Any) -> Any:
         raise ArgumentError(f"the schema is not valid JSON: {error}") from None
 
 
-def _document(schema: Any, function: str = "") -> str:
-    """The text of a schema for llguidance, with our options.
-
-    Args:
-        schema: the schema, as clients write it.
-        function: the name of the function whose arguments it describes.
-    """
-    part = normal_schema(schema, function)
+def _document(schema: Any) -> str:
+    """The text of a schema for llguidance, with our options. schema: as clients write it."""
+    part = _for_host(normal_schema(schema), "#")
     if part is False:
         raise invalid_grammar("no document is valid under the schema; correct it")
-    document = {} if part is True else _for_host(part, "#")
+    document = {} if part is True else part
     return json.dumps({**document, "x-guidance": _JSON_OPTIONS})
 
 

@@ -272,7 +272,7 @@ def is_valid(document: Any, schema: Any) -> bool:
 
 def random_client_schema(rng: np.random.Generator) -> Any:
     """A schema of any keywords, in any places, that references may make recursive."""
-    schema = _client_part(rng, 3)
+    schema = _client_part(rng, int(rng.integers(4)))
     if isinstance(schema, dict):
         schema["$defs"] = {"d": _client_part(rng, 1), "e": _client_part(rng, 2)}
     return schema

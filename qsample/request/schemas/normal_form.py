@@ -93,12 +93,11 @@ class InvalidSchemaError(ArgumentError):
         return InvalidSchemaError(self.pointer, *self._parts, function)
 
 
-def normal_schema(schema: Any, function: str = "") -> Any:
+def normal_schema(schema: Any) -> Any:
     """The normal form of a schema.
 
     Args:
         schema: the schema, as json.loads reads it.
-        function: the name of the function whose arguments it describes, for messages.
 
     Returns:
         A boolean, or an object.
@@ -108,12 +107,8 @@ def normal_schema(schema: Any, function: str = "") -> Any:
     """
     try:
         return _NormalForm(schema).whole()
-    except InvalidSchemaError as error:
-        raise (error.of_function(function) if function else error) from None
     except RecursionError:
-        raise InvalidSchemaError(
-            "#", "it is nested too deep", "give a flatter schema", function
-        ) from None
+        raise InvalidSchemaError("#", "it is nested too deep", "give a flatter schema") from None
 
 
 def reference_to(name: str) -> str:

@@ -35,7 +35,7 @@ _BEYOND: Final[Mapping[str, tuple[str, str, int]]] = {
 # multiply them.
 MAX_SCHEMAS: Final = 64
 # The comparisons that find out whether schemas exclude each other.
-_MAX_COMPARISONS: Final = 1 << 16
+_MAX_COMPARISONS: Final = 1 << 14
 _MAX_DEPTH: Final = 32
 
 
@@ -324,6 +324,10 @@ class _Comparison:
 
 def exclude_each_other(schemas: Sequence[Any], resolve: Resolve) -> bool:
     """Whether no document is valid under two of some schemas. It may be False even then."""
+    listed = [listed_values(schema) for schema in schemas]
+    if None not in listed:
+        texts = [{canonical_text(value) for value in values or []} for values in listed]
+        return sum(map(len, texts)) == len(set().union(*texts))
     comparison = _Comparison(resolve)
     return all(comparison.exclude(first, second) for first, second in combinations(schemas, 2))
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from qsample.errors import ArgumentError, shown
 from qsample.request.grammar import Form, invalid_grammar, parsed_schema
+from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.request.structured.gbnf import expression_of_gbnf
 from qsample.request.structured.not_regular import (
     NEVER,
@@ -94,9 +95,11 @@ def _expression_of_calls(functions: Mapping[str, Any], several: bool) -> str:
     calls = []
     for name, schema in functions.items():
         try:
-            arguments = expression_of_schema(schema, name)
+            arguments = expression_of_schema(schema)
         except NotRegularError as error:
             raise NotRegularError(f"{name:.80}: {error.reason}") from None
+        except InvalidSchemaError as error:
+            raise error.of_function(name) from None
         if arguments != NEVER:
             start = escaped(f'{{"name": "{name}", "parameters": ')
             calls.append(rf"{start}{arguments}\}}")

@@ -51,12 +51,11 @@ _VALUES: Final = ("enum", "const")
 _COMBINATIONS: Final = ("anyOf", "oneOf", "$ref")
 
 
-def expression_of_schema(schema: Any, function: str = "") -> str:
+def expression_of_schema(schema: Any) -> str:
     """The expression of a schema.
 
     Args:
         schema: the schema, as json.loads reads it.
-        function: the name of the function whose arguments it describes, for messages.
 
     Returns:
         An expression of Rust's regex crate that whole documents match. All texts that it matches
@@ -66,7 +65,7 @@ def expression_of_schema(schema: Any, function: str = "") -> str:
         NotRegularError: the schema has a keyword that no expression keeps exactly, or is too large.
         InvalidSchemaError: the schema is not well-formed, or answers cannot be kept to it.
     """
-    return checked_nesting(_Translation(normal_schema(schema, function)).whole())
+    return checked_nesting(_Translation(normal_schema(schema)).whole())
 
 
 class _Translation:
