@@ -436,8 +436,11 @@ COUNTED = FILE | {
 def test_a_format_that_nobody_knows_restricts_nothing(
     client: TestClient, path: str, schema: dict[str, Any], keeper: str
 ) -> None:
-    document = post(client, path, **body_of(path, 200, **in_words_of(path, {"json": schema})))
-    jsonschema.validate(json.loads(text_and_reason(path, document)[0]), schema)
+    document = post(client, path, **body_of(path, 60, **in_words_of(path, {"json": schema})))
+    text, reason = text_and_reason(path, document)
+    assert text.startswith('{"file": "')
+    if keeper == "graph" or reason not in ("length", "incomplete", "max_tokens"):
+        jsonschema.validate(json.loads(text), schema)
     assert keeper_of(path, document["usage"]) == keeper
 
 
@@ -455,14 +458,15 @@ def tools_of(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", CHATS)
-@pytest.mark.parametrize("schema", [FILE, COUNTED], ids=["tables", "masks"])
+@pytest.mark.parametrize(("schema", "keeper"), [(FILE, "graph"), (COUNTED, "host")])
 def test_one_tool_with_an_unknown_format_among_others(
-    client: TestClient, path: str, schema: dict[str, Any]
+    client: TestClient, path: str, schema: dict[str, Any], keeper: str
 ) -> None:
     schemas = {"now": {"type": "object", "properties": {}}, "read": schema}
-    for seed in range(3):
-        body = body_of(path, 200, **tools_of(path, schemas) | {"seed": seed})
-        calls, _ = calls_and_reason(path, post(client, path, **body))
+    document = post(client, path, **body_of(path, 40, **tools_of(path, schemas)))
+    assert keeper_of(path, document["usage"]) == keeper
+    if keeper == "graph":
+        calls, _ = calls_and_reason(path, document)
         assert calls
         for name, arguments in calls:
             jsonschema.validate(arguments, schemas[name])
