@@ -103,7 +103,7 @@ def check_client_schemas(start: int, count: int) -> int:
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
 def test_documents_of_any_keywords_are_valid(start: int) -> None:
-    assert check_client_schemas(start, 50) > 5
+    assert check_client_schemas(start, 50) > 1
 
 
 @pytest.mark.slow
