@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import permutations
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -37,6 +37,7 @@ from qsample.request.schemas.operations import (
     canonical_text,
     distinct,
     exclude_each_other,
+    target_of,
     without_all,
 )
 from qsample.request.schemas.pointers import followed, pointer_step, step_name
@@ -251,9 +252,11 @@ class _NormalForm:
 
     def _target(self, reference: str, path: str) -> Any:
         """The part of the schema that a reference leads to."""
-        if reference[1:] and not reference.startswith("#/"):
-            return self._anchored(unquote(reference[1:]), path)
-        values = followed(self._root, reference)
+        if reference != "#" and not reference.startswith("#/"):
+            anchored = self._anchors.get(unquote(reference[1:]))
+            values = None if anchored is None else [anchored]
+        else:
+            values = followed(self._root, reference)
         # References inside another document would start from there.
         is_elsewhere = values and any(
             value is not self._root and _is_own_document(value) for value in values
@@ -264,18 +267,21 @@ class _NormalForm:
             )
         return values[-1]
 
-    def _anchored(self, name: str, path: str) -> Any:
-        """The part of the schema with an anchor."""
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        """The parts of the schema that have anchors, by these."""
+        anchors: dict[str, Any] = {}
         parts = [self._root]
         while parts:
             part = parts.pop()
             if isinstance(part, dict):
-                if part.get("$anchor") == name or part.get("$id") == f"#{name}":
-                    return part
+                for name in (part.get("$anchor"), part.get("$id")):
+                    if isinstance(name, str):
+                        anchors[name.removeprefix("#")] = part
                 parts += part.values()
             elif isinstance(part, list):
                 parts += part
-        raise InvalidSchemaError(path, f"no schema has the anchor {name:.60}", "correct it")
+        return anchors
 
     def _definition(self, reference: str) -> Any:
         """The normal form that a reference leads to."""
@@ -358,10 +364,7 @@ class _NormalForm:
             most = min(most, len(first_items))
         if most <= 1:
             return part
-        item = part.get("items")
-        if isinstance(item, dict) and item.keys() == {"$ref"}:
-            item = self._target_of(item["$ref"])
-        values = all_values(item)
+        values = all_values(target_of(part.get("items"), self._target_of))
         is_small = (
             values is not None
             and len(values) <= _MAX_DISTINCT_VALUES
@@ -408,9 +411,7 @@ class _NormalForm:
 
     def _with_names(self, part: dict[str, Any], schema: Any, path: str) -> dict[str, Any]:
         """The objects of a part whose names are valid under a schema."""
-        names = self._part(schema, path)
-        while isinstance(names, dict) and names.keys() == {"$ref"}:
-            names = self._target_of(names["$ref"])
+        names = target_of(self._part(schema, path), self._target_of)
         if names is True or names == {"type": ["string"]}:
             return part
         others = part.get("additionalProperties", True)

@@ -170,8 +170,8 @@ def without(schema: Any, excluded: Any, resolve: Resolve, depth: int = 0) -> lis
         return []
     if excluded is False:
         return [schema]
-    schema = {} if schema is True else _target(schema, resolve)
-    excluded = _target(excluded, resolve)
+    schema = {} if schema is True else target_of(schema, resolve)
+    excluded = target_of(excluded, resolve)
     if schema is None or excluded is None or depth > _MAX_DEPTH:
         return None
     if isinstance(schema, bool) or isinstance(excluded, bool):
@@ -185,8 +185,9 @@ def without(schema: Any, excluded: Any, resolve: Resolve, depth: int = 0) -> lis
     return distinct(remaining)
 
 
-def _target(schema: Any, resolve: Resolve) -> Any:
-    """The schema that a schema of nothing but a reference leads to, or else the schema itself."""
+def target_of(schema: Any, resolve: Resolve) -> Any:
+    """The schema that a schema of nothing but a reference leads to, or else the schema itself; None
+    if that is not known, or the reference leads back to itself."""
     seen: set[str] = set()
     while isinstance(schema, dict) and schema.keys() == {"$ref"}:
         reference = schema["$ref"]
