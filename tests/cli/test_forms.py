@@ -92,6 +92,23 @@ def test_a_form_that_is_not_regular_has_masks(run: Any, forms_package: Path) -> 
         assert row["text"].startswith("{")
 
 
+@pytest.mark.parametrize("others", [{}, {"b": {"type": "object"}}], ids=["tables", "masks"])
+def test_a_format_that_nobody_knows_restricts_nothing(
+    run: Any, forms_package: Path, others: dict[str, Any]
+) -> None:
+    name = {"type": "string", "format": "path", "maxLength": 3, "x-guidance": {"lenient": True}}
+    schema = {
+        "type": "object",
+        "properties": {"a": name, **others},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for row in rows_of(run, forms_package, "--json-schema", json.dumps(schema)):
+        if row["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(row["text"]), schema)
+        assert row["text"].startswith('{"a": "')
+
+
 @pytest.mark.parametrize("form", ["a{30}", "[ab]{30,}"])
 def test_a_limit_below_the_shortest_answer(run: Any, forms_package: Path, form: str) -> None:
     options = ["-p", "x", "--regex", form]
@@ -107,6 +124,15 @@ def test_a_limit_below_the_shortest_answer(run: Any, forms_package: Path, form: 
     [
         (["--regex", "a", "--choice", "b"], "--regex and --choice were given; give one of them"),
         (["--json-schema", "{"], "--json-schema: the schema is not valid JSON"),
+        (
+            ["--json-schema", '{"const": NaN}'],
+            "--json-schema: no answer can follow the schema: #/const",
+        ),
+        (["--json-schema", '{"items": {"not": {"pattern": "x"}}}'], "#/items/not: the documents"),
+        (
+            ["--json-schema", '{"pattern": "(?=x)", "x-guidance": {"lenient": true}}'],
+            "#/pattern: it",
+        ),
         (["--regex", "("], "--regex: no answer can follow that form"),
         (["--choice", ""], "is empty; give texts of at least a character"),
         (["--grammar", 'root ::= "'], "is not valid GBNF: line 1"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import llguidance.numpy
@@ -13,13 +16,21 @@ from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     CompiledGrammar,
     Form,
+    Grammar,
     GrammarGuide,
     InvalidGrammarError,
     check_form,
     compile_grammar,
     grammar_of,
 )
+from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.runtime import CausalLM, Step, load
+from tests.helpers.random_schemas import (
+    REFUSED,
+    is_valid,
+    random_client_schema,
+    random_masked_text,
+)
 
 FORMS = [
     Form("choice", ["yes", "no"]),
@@ -98,3 +109,142 @@ def test_valid_forms(form: Form) -> None:
 def test_invalid_forms(form: Form) -> None:
     with pytest.raises(ArgumentError):
         check_form(form)
+
+
+# JSON schemas.
+
+# Words that only llguidance knows, and advice that does not exist here.
+FOREIGN = re.compile(
+    "lenient|guidance|coerce|Unimplemented|Unsatisfiable|Regex|anyOf is|serde", re.I
+)
+
+
+def check_client_schemas(start: int, count: int) -> int:
+    """Check texts of random schemas of all keywords; returns the number of schemas that are kept."""
+    num_kept = 0
+    for seed in range(start, start + count):
+        rng = np.random.default_rng(seed)
+        schema = random_client_schema(rng)
+        try:
+            texts = [random_masked_text(grammar_of(Form("json_schema", schema)), rng) for _ in "ab"]
+        except ArgumentError:
+            continue
+        for text in texts:
+            assert text is None or is_valid(json.loads(text), schema), (schema, text)
+        num_kept += any(texts)
+    return num_kept
+
+
+@pytest.mark.parametrize("start", range(0, 100, 25))
+def test_masks_let_valid_documents_through(start: int) -> None:
+    assert check_client_schemas(start, 25) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(1000, 4000, 500))
+def test_masks_let_more_valid_documents_through(start: int) -> None:
+    assert check_client_schemas(start, 500) > 100
+
+
+def follows(form: Form, text: str) -> bool:
+    """Whether masks let a text through."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = compile_grammar(grammar_of(form), tokenizer, tokenizer.vocab_size).matcher
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+AN_INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OTHERS = AN_INTEGER | {"additionalProperties": {"type": "string"}}
+TREE = {"type": "object", "properties": {"left": {"oneOf": [{"$ref": "#"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_kept"),
+    [
+        (True, '[{"a": null}]', True),
+        ({"format": "path"}, '"a/b"', True),
+        ({"format": "int64", "type": "integer"}, "5", True),
+        ({"format": 5}, "5", True),
+        ({"format": "date"}, '"2024-02-29"', True),
+        ({"format": "date"}, '"2023-02-29"', False),
+        ({"format": "date", "pattern": "^2024"}, '"2024-02-29"', True),
+        ({"format": "date", "pattern": "^2024"}, '"2023-02-28"', False),
+        ({"items": {"$ref": "#/$defs/d"}, "$defs": {"d": {"format": "date"}}}, '["x"]', False),
+        ({"format": "ipv6"}, '"::1"', True),
+        ({"format": "ipv6"}, '"a"', False),
+        (OTHERS, '{"a": 1, "b": "x"}', True),
+        # Escaped, the name is still a.
+        (OTHERS, '{"\\u0061": "x"}', False),
+        ({"x-guidance": {"lenient": True}, **AN_INTEGER}, '{"a": "x"}', False),
+        ({"x-guidance": {"whitespace_flexible": True}, **AN_INTEGER}, '{"a":1}', False),
+        ({"properties": {"x-guidance": {"type": "null"}}, "type": "object"}, '{"x-guidance": null}', True),
+        ({"properties": {"x-guidance": {"type": "null"}}, "type": "object"}, '{"x-guidance": 1}', False),
+        (TREE, '{"left": {"left": null}}', True),
+        (TREE, '{"left": 5}', False),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+def test_masks_of_schemas(schema: Any, text: str, is_kept: bool) -> None:
+    assert follows(Form("json_schema", schema), text) == is_kept
+    call = Form("calls", {"g": {"type": "null"}, "f": {} if schema is True else schema})
+    assert follows(call, f'[{{"name": "f", "parameters": {text}}}]') == is_kept
+
+
+MASKS_REFUSE: list[tuple[Any, str]] = [
+    ({"items": {"type": "string", "pattern": "(?=a)a"}}, "#/items/pattern"),
+    ({"anyOf": [{"type": "null"}, {"pattern": r"(a)\1"}]}, "#/anyOf/1/pattern"),
+    ({"patternProperties": {"/(": {}}}, "#/patternProperties/~1("),
+    ({"patternProperties": {"^a": {}, "b": {}}}, "#/patternProperties"),
+    ({"properties": {"a": {"const": 2**53 + 1}}}, "#/properties/a/const"),
+    ({"$defs": {"d": {"enum": [[{"a": 10**400}]]}}, "items": {"$ref": "#/$defs/d"}}, "#/$defs/d/enum"),
+    ({"minimum": 2**60}, "#/minimum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer"), [*REFUSED, *MASKS_REFUSE], ids=lambda value: repr(value)[:60]
+)
+def test_schemas_that_masks_refuse(schema: Any, pointer: str) -> None:
+    for form in (Form("json_schema", schema), Form("calls", {"g": {}, "f": schema})):
+        if schema is None and form.kind == "json_schema":
+            continue
+        with pytest.raises(InvalidSchemaError) as caught:
+            check_form(form)
+        assert caught.value.pointer == pointer
+        assert not FOREIGN.search(str(caught.value))
+        assert ("of the arguments of f: " in str(caught.value)) == (form.kind == "calls")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (False, "no document is valid under the schema"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "no document is valid"),
+        ({"type": "string", "format": "date", "maxLength": 2}, "no document is valid"),
+        ({"$ref": "#", "type": "null"}, "leads back to itself"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_other_problems_of_schemas(schema: Any, words: str) -> None:
+    with pytest.raises(InvalidGrammarError) as caught:
+        check_form(Form("json_schema", schema))
+    assert words in str(caught.value)
+    assert not FOREIGN.search(str(caught.value))
+
+
+@pytest.mark.parametrize("problem", ["grammar too big (limit: 500000)", "lenient", ""])
+def test_any_other_problem_of_a_schema_is_its_size(problem: str) -> None:
+    error = Grammar("", schemas={"": {"type": "null"}}).refusal(problem)
+    assert str(error).endswith("the schema is too large to compile; give a smaller one")
+    assert problem in str(Grammar("").refusal(problem))
+
+
+def test_an_answer_gets_no_word_of_llguidance(bundled_model: CausalLM) -> None:
+    """Not even if it cannot go on."""
+    guide = GrammarGuide(compiled(bundled_model, Form("json_schema", {"type": "object"})))
+    mask = np.zeros_like(guide._compiled.mask)
+    guide(None, mask)
+    with pytest.raises(InvalidGrammarError) as caught:
+        guide(step(first_allowed(~mask)), mask)
+    assert "the schema is too large" in str(caught.value)

@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qsample.addons.serve.hosts import is_allowed
 from qsample.errors import ArgumentError, QsampleError
 from qsample.request.grammar import InvalidGrammarError
+from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
 
 T = TypeVar("T")
@@ -189,13 +190,13 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case QueueFullError():
             return ApiError(429, text, code="rate_limit_exceeded", headers=_RETRY_AFTER_A_SECOND)
-        case RequestFailedError(__cause__=InvalidGrammarError() as cause):
+        case RequestFailedError(__cause__=InvalidGrammarError() | InvalidSchemaError() as cause):
             return as_api_error(cause)
         case RequestFailedError():
             return ApiError(500, text, code="request_failed")
         case EngineClosedError():
             return ApiError(500, text, code="engine_closed")
-        case InvalidGrammarError():
+        case InvalidGrammarError() | InvalidSchemaError():
             return ApiError(400, text, code="invalid_grammar")
         case ArgumentError():
             argument = error.argument or ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from qsample.request.structured.automaton import Thoughts
+from qsample.request.text.tool_arguments import argument_value
 
 # Calls of OpenAI's API, or parts of them: the parts with the same index are one call, and the texts
 # of their arguments follow each other.
@@ -217,7 +218,7 @@ def _read_hermes(text: str, tools: Mapping[str, Any]) -> list[FunctionCall]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of NousResearch's Hermes and Qwen's
     models."""
     bodies = _texts_between(text, "<tool_call>", "</tool_call>")
-    return [_call_of_json(json.loads(body)) for body in bodies]
+    return [_call_of_json(_parsed(body)) for body in bodies]
 
 
 def _read_json(text: str, tools: Mapping[str, Any]) -> list[FunctionCall]:
@@ -226,7 +227,7 @@ def _read_json(text: str, tools: Mapping[str, Any]) -> list[FunctionCall]:
     [TOOL_CALLS]name{...} is read also."""
     text = text.strip().removeprefix("<|python_tag|>").removeprefix("[TOOL_CALLS]").strip()
     calls: list[FunctionCall] = []
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_constant=str)
     while text:
         match = re.match(r"([\w.-]+)(?:\[ARGS\])?\s*(?=\{)", text)
         if match is not None:
@@ -280,7 +281,7 @@ def _read_deepseek(text: str, tools: Mapping[str, Any]) -> list[FunctionCall]:
         if name.strip() == "function":
             name, _, arguments = arguments.partition("\n")
         arguments = arguments.strip().removeprefix("```json").removesuffix("```")
-        calls.append(_call_of_json({"name": name.strip(), "arguments": json.loads(arguments)}))
+        calls.append(_call_of_json({"name": name.strip(), "arguments": _parsed(arguments)}))
     return calls
 
 
@@ -454,13 +455,10 @@ class ToolReader:
 
     def _take_arguments(self, arguments: _JsonObject) -> str:
         """The held text up to the end of the arguments."""
-        end = arguments.end(self._held_text)
-        if end is None:
-            end = len(self._held_text)
-        else:
+        part = arguments.put(self._held_text)
+        if arguments.rest is not None:
             self._open_arguments = None
-        part = self._held_text[:end]
-        self._held_text = self._held_text[end:]
+        self._held_text = arguments.rest or ""
         return part
 
     def _begin_call(self, call: FunctionCall) -> dict[str, Any]:
@@ -490,30 +488,58 @@ class ToolReader:
         return any(text.startswith(mark) or mark.startswith(text) for mark in marks)
 
 
+# Constants that Python and JavaScript write for numbers that JSON lacks.
+_CONSTANTS: Final = ("NaN", "Infinity", "-Infinity")
+
+
 @dataclass(slots=True)
 class _JsonObject:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Passes on a JSON object that comes in pieces, as it is written. NaN and infinities become
+    texts, because JSON lacks them.
 
+    Attributes:
+        rest: the text after the object; None while the object goes on.
+    """
+
+    rest: str | None = None
     _depth: int = 0
     _is_quoted: bool = False
     _is_escaped: bool = False
+    # The beginning of a constant, or of a negative number.
+    _held_text: str = ""
 
-    def end(self, text: str) -> int | None:
-        """The place after the object's end in the next piece; None if the object goes on after
-        `text`."""
+    def put(self, text: str) -> str:
+        """The part of the object that the next piece makes certain."""
+        certain: list[str] = []
         for place, character in enumerate(text, start=1):
             if self._is_escaped:
                 self._is_escaped = False
             elif self._is_quoted:
                 self._is_escaped = character == "\\"
                 self._is_quoted = character != '"'
+            elif self._holds(character):
+                if self._held_text in _CONSTANTS:
+                    certain.append(f'"{self._held_text}"')
+                    self._held_text = ""
+                continue
             elif character == '"':
                 self._is_quoted = True
             else:
                 self._depth += (character in "{[") - (character in "}]")
-                if not self._depth:
-                    return place
-        return None
+            certain += [self._held_text, character]
+            self._held_text = ""
+            if not self._depth:
+                self.rest = text[place:]
+                break
+        return "".join(certain)
+
+    def _holds(self, character: str) -> bool:
+        """Whether a character may be a part of a constant, and is held back."""
+        longer = self._held_text + character
+        if not any(constant.startswith(longer) for constant in _CONSTANTS):
+            return False
+        self._held_text = longer
+        return True
 
 
 class DemandedCalls:
@@ -532,11 +558,13 @@ class DemandedCalls:
         self.name = name
         self._list_reader = ToolReader(_LIST_OF_CALLS, tools)
         self._has_begun = False
+        self._arguments = _JsonObject()
 
     def put(self, text: str) -> TextAndCalls:
         """The parts of calls that have become certain."""
         if self.name is None:
             return self._list_reader.put(text)
+        text = self._arguments.put(text)
         if not self._has_begun:
             self._has_begun = True
             call = _as_tool_call(FunctionCall(self.name, text))
@@ -593,6 +621,11 @@ def _texts_between(text: str, start: str, end: str) -> Iterator[str]:
         yield body
 
 
+def _parsed(text: str) -> Any:
+    """The value of a text in JSON. NaN and infinities, which JSON lacks and Python reads, are texts."""
+    return json.loads(text, parse_constant=str)
+
+
 def _call_of_json(value: Any) -> FunctionCall:
     """The call in a JSON object of any family.
 
@@ -606,7 +639,7 @@ def _call_of_json(value: Any) -> FunctionCall:
     name = value.get("name", value.get("function"))
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = _parsed(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has no name, or its arguments are not an object")
     return FunctionCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
@@ -615,22 +648,7 @@ def _call_of_json(value: Any) -> FunctionCall:
 def _call_of_texts(
     name: str, values: list[tuple[str, str]], tools: Mapping[str, Any]
 ) -> FunctionCall:
-    """A call whose arguments are bare texts. They are JSON, except for strings by the function's
-    schema."""
-    schema = tools.get(name)
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    arguments: dict[str, Any] = {}
-    for key, text in values:
-        entry = properties.get(key) if isinstance(properties, dict) else None
-        is_string = isinstance(entry, dict) and entry.get("type") == "string"
-        arguments[key] = text if is_string else _value_of_text(text)
+    """A call whose arguments are bare texts. The function's schema says what they mean."""
+    parameters = tools.get(name)
+    arguments = {key: argument_value(text, key, parameters) for key, text in values}
     return _call_of_json({"name": name, "arguments": arguments})
-
-
-def _value_of_text(text: str) -> Any:
-    """The value of a text in JSON, or of a constant of Python; otherwise the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        constants = {"True": True, "False": False, "None": None}
-        return constants.get(text.strip(), text)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from qsample.errors import ArgumentError, shown
-from qsample.request.grammar import Form, invalid_grammar
+from qsample.request.grammar import Form, invalid_grammar, parsed_schema
+from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.request.structured.gbnf import expression_of_gbnf
 from qsample.request.structured.not_regular import (
     NEVER,
@@ -39,7 +39,7 @@ def expression_of(form: Form) -> str:
     kind, value = form
     match kind:
         case "json_schema":
-            return expression_of_schema(_parsed_schema(value))
+            return expression_of_schema(parsed_schema(value))
         case "regex":
             return _checked_regex(value)
         case "choice":
@@ -50,15 +50,6 @@ def expression_of(form: Form) -> str:
             return expression_of_gbnf(value)
         case "call" | "calls":
             return _expression_of_calls(value, several=kind == "calls")
-
-
-def _parsed_schema(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"the schema is not valid JSON: {error}") from None
 
 
 def _checked_regex(expression: str) -> str:
@@ -107,6 +98,8 @@ def _expression_of_calls(functions: Mapping[str, Any], several: bool) -> str:
             arguments = expression_of_schema(schema)
         except NotRegularError as error:
             raise NotRegularError(f"{name:.80}: {error.reason}") from None
+        except InvalidSchemaError as error:
+            raise error.of_function(name) from None
         if arguments != NEVER:
             start = escaped(f'{{"name": "{name}", "parameters": ')
             calls.append(rf"{start}{arguments}\}}")

@@ -410,6 +410,116 @@ def test_who_keeps_the_form(
     assert streamed.get("completion_tokens_details", {}) == details
 
 
+# Schemas as clients write them.
+
+FILE = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "path", "maxLength": 4},
+        "secret": {"anyOf": [{"$ref": "#/$defs/secret"}, {"type": "null"}]},
+    },
+    "required": ["file", "secret"],
+    "additionalProperties": False,
+    "$defs": {
+        "secret": {"type": "string", "format": "password", "maxLength": 2, "writeOnly": True}
+    },
+}
+# Its tables would have to count.
+COUNTED = FILE | {
+    "properties": FILE["properties"]
+    | {"third": {"type": "integer", "format": "int64", "multipleOf": 3}}
+}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+@pytest.mark.parametrize(("schema", "keeper"), [(FILE, "graph"), (COUNTED, "host")])
+def test_a_format_that_nobody_knows_restricts_nothing(
+    client: TestClient, path: str, schema: dict[str, Any], keeper: str
+) -> None:
+    document = post(client, path, **body_of(path, 60, **in_words_of(path, {"json": schema})))
+    text, reason = text_and_reason(path, document)
+    assert text.startswith('{"file": "')
+    if keeper == "graph" or reason not in ("length", "incomplete", "max_tokens"):
+        jsonschema.validate(json.loads(text), schema)
+    assert keeper_of(path, document["usage"]) == keeper
+
+
+def tools_of(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that demands calls of some functions."""
+    if path == MESSAGES:
+        tools = [{"name": name, "input_schema": schemas[name]} for name in schemas]
+        return {"tools": tools, "tool_choice": {"type": "any"}}
+    functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
+    if path == RESPONSES:
+        tools = [{"type": "function", **function} for function in functions]
+    else:
+        tools = [{"type": "function", "function": function} for function in functions]
+    return {"tools": tools, "tool_choice": "required"}
+
+
+@pytest.mark.parametrize("path", CHATS)
+@pytest.mark.parametrize(("schema", "keeper"), [(FILE, "graph"), (COUNTED, "host")])
+def test_one_tool_with_an_unknown_format_among_others(
+    client: TestClient, path: str, schema: dict[str, Any], keeper: str
+) -> None:
+    schemas = {"now": {"type": "object", "properties": {}}, "read": schema}
+    document = post(client, path, **body_of(path, 40, **tools_of(path, schemas)))
+    assert keeper_of(path, document["usage"]) == keeper
+    if keeper == "graph":
+        calls, _ = calls_and_reason(path, document)
+        assert calls
+        for name, arguments in calls:
+            jsonschema.validate(arguments, schemas[name])
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "string", "not": {"pattern": "x"}}, "#/properties/a~1b/not"),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "#/properties/a~1b/uniqueItems"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/properties/a~1b/oneOf"),
+    ({"type": "string", "pattern": "(?=x)x"}, "#/properties/a~1b/pattern"),
+    ({"type": "thing"}, "#/properties/a~1b/type"),
+    ({"$ref": "other.json"}, "#/properties/a~1b/$ref"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", LIMITS)
+@pytest.mark.parametrize(("part", "pointer"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_not_kept_is_refused_by_its_place(
+    client: TestClient, masks: TestClient, path: str, part: Any, pointer: str
+) -> None:
+    schema = {"type": "object", "properties": {"a/b": part}, "x-guidance": {"lenient": True}}
+    for app in (client, masks):
+        requests = [in_words_of(path, {"json": schema})]
+        if path in CHATS:
+            requests.append(tools_of(path, {"now": {}, "weather": schema}))
+        for fields, is_tool in zip(requests, (False, True), strict=False):
+            message = error_of(app, path, **body_of(path, 50, **fields))["message"]
+            assert f" {pointer}: " in message
+            assert "; " in message
+            assert ("of the arguments of weather: " in message) == is_tool
+            for foreign in ("lenient", "guidance", "coerce", "Unimplemented"):
+                assert foreign not in message
+
+
+@pytest.mark.parametrize("path", LIMITS)
+def test_clients_have_no_options_of_llguidance(masks: TestClient, path: str) -> None:
+    """One of them would write blanks as it likes. A property of the same name is a property."""
+    schema = {
+        "x-guidance": {"whitespace_flexible": True, "item_separator": ";"},
+        "type": "object",
+        "properties": {
+            "x-guidance": {"enum": [1, 2], "x-guidance": {"lenient": True}},
+            "b": {"type": "boolean"},
+        },
+        "required": ["x-guidance", "b"],
+        "additionalProperties": False,
+    }
+    text, _ = text_and_reason(
+        path, post(masks, path, **body_of(path, 60, **in_words_of(path, {"json": schema})))
+    )
+    assert re.fullmatch(r'\{"x-guidance": [12], "b": (true|false)\}', text)
+
+
 # Packages of a single kind.
 
 
@@ -456,10 +566,7 @@ def test_a_package_with_tables_alone(tables: TestClient, path: str, name: str) -
     [
         ({"json_object": True}, "any object"),
         ({"json": TREE}, "#/properties/left"),
-        (
-            {"json": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
-            "uniqueItems",
-        ),
+        ({"json": {"type": "integer", "multipleOf": 3}}, "multipleOf"),
         ({"grammar": 'start: "yes"'}, "Lark"),
     ],
 )

@@ -221,10 +221,91 @@ def test_python_values_that_json_lacks_are_text(value: str) -> None:
     assert read("llama4_pythonic", text, 1000) == (text, [])
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_numbers_that_json_lacks_are_text(number: str) -> None:
+CONSTANTS = ("NaN", "Infinity", "-Infinity")
+
+
+def no_constant(name: str) -> None:
+    pytest.fail(f"{name} is not JSON")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("number", [*CONSTANTS, "-5", "1e999"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_numbers_that_json_lacks_are_texts(name: str, number: str, size: int) -> None:
+    """In each format, alone and inside of lists and objects, and however the call comes."""
+    values = [number, f"[{number}, -1, {number}]", f'{{"a": {number}, "NaN": "-Infinity{number}"}}']
+    for value in values:
+        text = EXAMPLES[name]
+        for shown in ('"days": 2', "days=2", "days>\n2", "days</arg_key>\n<arg_value>2"):
+            text = text.replace(shown, shown[:-1] + value)
+        shown_text, calls = put(ToolReader(TOOL_FORMATS[name], TOOLS), text, size)
+        if not calls:  # Python has no such names, and its infinity is not JSON.
+            assert (name, shown_text) == ("llama4_pythonic", text)
+            continue
+        for _, arguments in calls:
+            json.loads(arguments, parse_constant=no_constant)
+        if number in CONSTANTS:
+            days = json.loads(calls[0][1])["days"]
+            whole = name in ("qwen3_coder", "glm45")  # there, texts are texts as they are
+            expected = [number, [number, -1, number], {"a": number, "NaN": f"-Infinity{number}"}]
+            assert days == (value if whole else expected[values.index(value)])
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("name", ["get_weather", None])
+def test_demanded_calls_are_json(name: str | None, size: int) -> None:
+    arguments = '{"a": NaN, "b": [-Infinity, -5, Infinity], "c": "NaN"}'
+    text = arguments if name else f'[{{"name": "get_weather", "parameters": {arguments}}}]'
+    _, (call,) = put(DemandedCalls(name, TOOLS), text, size)
+    assert json.loads(call[1], parse_constant=no_constant) == {
+        "a": "NaN",
+        "b": ["-Infinity", -5, "Infinity"],
+        "c": "NaN",
+    }
+
+
+@pytest.mark.parametrize("number", CONSTANTS)
+def test_a_call_in_another_order_is_json(number: str) -> None:
     text = f'<tool_call>{{"arguments": {{"days": {number}}}, "name": "get_weather"}}</tool_call>'
+    assert read("hermes", text, 1000) == ("", [("get_weather", {"days": number})])
+    text = text.replace(number, "1e999")
     assert read("hermes", text, 1000) == (text, [])
+
+
+@pytest.mark.parametrize("value", ["{1e999: 1}", "float('nan')", "NaN", "nan", "[1e999]", "-1e999"])
+def test_python_numbers_that_json_lacks_are_text(value: str) -> None:
+    text = f"[get_weather(city={value})]"
+    assert read("llama4_pythonic", text, 1000) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_bare_texts_have_the_types_of_the_schema(name: str) -> None:
+    entry = {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/none"}]}
+    tools = {
+        "f": {
+            "type": "object",
+            "properties": {
+                "a": entry,
+                "b": {"type": "string"},
+                "c": {"enum": ["1", 2]},
+                "d": entry,
+            },
+            "$defs": {"none": {"type": "null"}},
+        }
+    }
+    pairs = {"a": "5", "b": "5", "c": "1", "d": "null"}
+    if name == "glm45":
+        body = "f\n" + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in pairs.items()
+        )
+    else:
+        body = "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs.items()
+        )
+        body = f"<function=f>\n{body}</function>\n"
+    _, (call,) = put(ToolReader(TOOL_FORMATS[name], tools), f"<tool_call>{body}</tool_call>", 7)
+    assert call == ("f", '{"a": 5, "b": "5", "c": "1", "d": null}')
 
 
 def test_typed_values_follow_the_schema() -> None:

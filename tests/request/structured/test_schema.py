@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 
 from qsample.request.grammar import InvalidGrammarError
+from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.request.structured.automaton import automaton_of
 from qsample.request.structured.json_text import LARGEST_INTEGER, integers
 from qsample.request.structured.not_regular import NEVER, NotRegularError
 from qsample.request.structured.pattern import expression_of_pattern
 from qsample.request.structured.schema import expression_of_schema
-from tests.helpers.random_schemas import NEAR_MISSES, PATTERNS, random_schema, random_text
+from tests.helpers.random_schemas import (
+    NEAR_MISSES,
+    PATTERNS,
+    REFUSED,
+    is_valid,
+    random_client_schema,
+    random_schema,
+    random_text,
+)
 
 
 def check_sound(schema: Any, rng: np.random.Generator, count: int) -> int:
@@ -68,6 +77,40 @@ def test_other_schemas_are_refused(schema: dict[str, Any]) -> None:
         expression_of_schema(schema)
 
 
+@pytest.mark.parametrize(("schema", "pointer"), REFUSED[:20], ids=lambda value: repr(value)[:60])
+def test_schemas_that_nobody_keeps_are_refused(schema: Any, pointer: str) -> None:
+    with pytest.raises(InvalidSchemaError) as caught:
+        expression_of_schema(schema)
+    assert caught.value.pointer == pointer
+
+
+def check_client_schemas(start: int, count: int) -> int:
+    """Check documents of schemas of all keywords, if they have tables; returns the number of these."""
+    num_checked = 0
+    for seed in range(start, start + count):
+        rng = np.random.default_rng(seed)
+        schema = random_client_schema(rng)
+        try:
+            automaton = automaton_of(expression_of_schema(schema))
+        except (NotRegularError, InvalidSchemaError, InvalidGrammarError):
+            continue
+        for _ in range(5):
+            text = random_text(automaton, rng)
+            assert is_valid(json.loads(text), schema), (schema, text)
+        num_checked += 1
+    return num_checked
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_documents_of_any_keywords_are_valid(start: int) -> None:
+    assert check_client_schemas(start, 50) > 1
+
+
+@pytest.mark.slow
+def test_more_documents_of_any_keywords_are_valid() -> None:
+    assert check_client_schemas(1000, 4000) > 200
+
+
 def matches(schema: Any, text: str) -> bool:
     automaton = automaton_of(expression_of_schema(schema))
     state = 0
@@ -116,6 +159,33 @@ PET = {
             {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}]},
             [[], [None], [None, 1]],
         ),
+        # Of these, the normal form has other words.
+        ({"type": "string", "format": "path"}, ["", "a/b"]),
+        ({"type": "null", "x-guidance": {"lenient": True}, "nullable": True}, [None]),
+        ({"enum": ["a", "b", 1], "not": {"const": "b"}}, ["a", 1]),
+        ({"type": "boolean", "not": {"const": True}}, [False]),
+        (
+            {"type": "array", "items": {"enum": ["x", "y"]}, "uniqueItems": True},
+            [[], ["x"], ["y", "x"], ["x", "y"]],
+        ),
+        (
+            {"allOf": [OBJECT, {"required": ["b"]}, {"properties": {"d": {"const": 1}}}]},
+            [{"b": None}, {"a": 1, "b": None, "d": 1}],
+        ),
+        (OBJECT | {"dependentRequired": {"a": ["b"]}}, [{}, {"b": None}, {"a": 1, "b": None}]),
+        (
+            OBJECT | {"if": {"required": ["a"]}, "else": {"required": ["c"]}},
+            [{"a": 1}, {"c": True}],
+        ),
+        (OBJECT | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": None}]),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"enum": ["k"]},
+                "additionalProperties": {"const": 1},
+            },
+            [{}, {"k": 1}],
+        ),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
@@ -140,6 +210,19 @@ def test_plain_documents_match(schema: Any, documents: list[Any]) -> None:
         ),
         ({"type": "integer"}, ["1.0", "01", "1e2", "+1", "-", "1" * 19]),
         ({"enum": [1, True], "type": "integer"}, ["true", "1.0"]),
+        (
+            OBJECT | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1, "b": null}', "{}"],
+        ),
+        (OBJECT | {"dependentRequired": {"a": ["b"]}}, ['{"a": 1}']),
+        (
+            {"type": "array", "items": {"enum": [1, 1.0]}, "uniqueItems": True},
+            ["[1, 1]", "[1, 1.0]"],
+        ),
+        (
+            {"type": "string", "format": "date", "x-guidance": {"lenient": True}},
+            ['"2023-02-29"', '""'],
+        ),
         (
             {"type": "array", "items": {"type": "null"}, "minItems": 1},
             ["[]", "[null,null]", "[null, ]"],
@@ -197,12 +280,14 @@ def test_flags_in_patterns_are_refused(pattern: str) -> None:
         expression_of_pattern(pattern)
 
 
-@pytest.mark.parametrize("depth", [49, 200, 5000])
-def test_a_deep_schema_is_refused(depth: int) -> None:
+@pytest.mark.parametrize(
+    ("depth", "error"), [(49, NotRegularError), (100, NotRegularError), (5000, InvalidSchemaError)]
+)
+def test_a_deep_schema_is_refused(depth: int, error: type[Exception]) -> None:
     schema: dict[str, Any] = {"type": "null"}
     for _ in range(depth):
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    with pytest.raises(NotRegularError, match="deep"):
+    with pytest.raises(error, match="deep"):
         expression_of_schema(schema)
 
 
@@ -222,8 +307,8 @@ def test_a_schema_that_grows_exponentially_is_refused_at_once() -> None:
 def test_a_reason_names_the_path_and_the_keyword() -> None:
     schema = {
         "type": "object",
-        "properties": {"a/b": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
+        "properties": {"a/b": {"type": "integer", "multipleOf": 3}},
     }
     with pytest.raises(NotRegularError) as caught:
         expression_of_schema(schema)
-    assert caught.value.reason == "#/properties/a~1b: uniqueItems"
+    assert caught.value.reason == "#/properties/a~1b: multipleOf"

@@ -1,0 +1,1 @@
+"""JSON schemas as clients write them, and their normal form."""
