@@ -163,3 +163,52 @@ def test_a_tool_is_called_and_its_result_read(server: ServerProcess, reference: 
     ]
     assert second["usage"]["prompt_tokens"] == len(reference.chat(read))
     assert second["choices"][0]["message"]["content"] == reference.answer(read, 100)
+
+
+def test_a_conversation_with_a_tool_goes_on(server: ServerProcess) -> None:
+    """The template joins contents to texts, and prints neither tools nor calls: the answer says so."""
+
+    def ask(path: str, **body: Any) -> Any:
+        answer = server.client.post(path, json={"model": MODEL, "temperature": 0, **body})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    asked = {"role": "user", "content": "How is the weather in Bern?"}
+    demanded = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 80}
+    answer = ask("/v1/chat/completions", messages=[asked], **demanded)
+    assert answer.headers["X-Qsample-Ignored"] == "tools"
+    said = answer.json()["choices"][0]["message"]
+    (call,) = said["tool_calls"][:1]
+    assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "Sunny, 22 degrees."}
+    prompts = set()
+    for content in (None, "", [], "absent"):
+        calling = {**said, "content": content, "tool_calls": [call]}
+        if content == "absent":
+            del calling["content"]
+        messages = [asked, calling, result]
+        answer = ask("/v1/chat/completions", messages=messages, max_tokens=8, return_token_ids=True)
+        assert answer.headers["X-Qsample-Ignored"] == "tool_calls"
+        assert answer.json()["choices"][0]["message"]["content"].strip()
+        prompts.add(tuple(answer.json()["prompt_token_ids"]))
+    assert len(prompts) == 1
+    items = [
+        asked,
+        {"type": "function_call", "call_id": "c", **call["function"]},
+        {"type": "function_call_output", "call_id": "c", "output": result["content"]},
+    ]
+    response = ask("/v1/responses", input=items, max_output_tokens=8).json()
+    blocks = [
+        asked,
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "get_weather", "input": {"city": "Bern"}}
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": result["content"]}
+        ]},
+    ]  # fmt: skip
+    message = ask("/v1/messages", messages=blocks, max_tokens=8).json()
+    (length,) = {len(prompt) for prompt in prompts}
+    assert response["usage"]["input_tokens"] == length
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == length
