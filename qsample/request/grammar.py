@@ -6,7 +6,7 @@ Forms that are regular need no masks: `structured` makes tables of them, which t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
@@ -25,6 +25,16 @@ _JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
+}
+
+
+# The entry of a special token in tokenizer.json, without its id and text.
+_ADDED_TOKEN: Final[Mapping[str, Any]] = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
 }
 
 
@@ -160,56 +170,147 @@ def invalid_grammar(reason: str) -> InvalidGrammarError:
     return InvalidGrammarError(f"no answer can follow that form: {text:.300}")
 
 
-@dataclass(frozen=True, slots=True)
+class TokenizerArguments(TypedDict):
+    """The arguments of `GrammarTokenizer.of`.
+
+    Attributes:
+        tokenizer: the content of tokenizer.json.
+        vocab_size: V, the number of tokens of the model.
+    """
+
+    tokenizer: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarTokenizer:
+    """A model's tokenizer as llguidance reads it, with a further token that ends answers.
+
+    llguidance needs such a token. A model may have none, it may be an id that the tokenizer lacks,
+    and a request may name others. So the masks of llguidance say whether the further token may come,
+    and a guide allows the stop tokens of its row in its place.
+
+    Attributes:
+        tokenizer: llguidance's LLTokenizer, which may have more tokens than the model.
+        vocab_size: V, the number of tokens of the model.
+        end: the id of the further token, one that the tokenizer lacks.
+        added_texts: the texts of the added tokens that are not special, by their ids.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    end: int
+    added_texts: Mapping[int, str]
+
+    @classmethod
+    def of(cls, arguments: TokenizerArguments) -> GrammarTokenizer:
+        """The tokenizer of a model. It needs llguidance.
+
+        Raises:
+            ArgumentError: llguidance cannot read the tokenizer.
+        """
+        from llguidance import LLTokenizer
+
+        definition = json.loads(arguments["tokenizer"])
+        added_tokens = definition.setdefault("added_tokens", [])
+        added_texts = {
+            token["id"]: token["content"] for token in added_tokens if not token["special"]
+        }
+        vocabulary = (definition.get("model") or {}).get("vocab") or {}
+        has_ids = isinstance(vocabulary, dict)  # The place in a list is the id of a piece.
+        ids = set(vocabulary.values() if has_ids else range(len(vocabulary)))
+        ids |= {token["id"] for token in added_tokens}
+        # llguidance takes ids below the number of tokens only, which the first free id is.
+        end = next(token for token in range(len(ids) + 1) if token not in ids)
+        text = f"<[{end}]>"  # llguidance's name of an id that a tokenizer lacks.
+        if has_ids:
+            vocabulary[text] = end
+        added_tokens.append(dict(_ADDED_TOKEN, id=end, content=text))
+        num_tokens = max(arguments["vocab_size"], len(ids) + 1)
+        try:
+            tokenizer = LLTokenizer(json.dumps(definition), n_vocab=num_tokens, eos_token=[end])
+        except ValueError as error:
+            raise ArgumentError(
+                f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
+            ) from None
+        return cls(tokenizer, arguments["vocab_size"], end, added_texts)
+
+    def mask(self, matcher: Any) -> tuple[Array, bool]:
+        """The tokens that may come next.
+
+        Args:
+            matcher: llguidance's matcher of an answer.
+
+        Returns:
+            [1, W] int32, the mask of the tokens that go on; and whether the answer may end.
+
+        Raises:
+            InvalidGrammarError: as `check_matcher`.
+        """
+        from llguidance import numpy
+
+        words = np.zeros((1, (self.tokenizer.vocab_size + 31) // 32), dtype=np.int32)
+        numpy.fill_next_token_bitmask(matcher, words, 0)
+        check_matcher(matcher)
+        may_end = _set_bit(words, self.end, False)
+        mask = words[:, : (self.vocab_size + 31) // 32]
+        for token in range(self.vocab_size, 32 * mask.shape[1]):
+            _set_bit(mask, token, False)
+        return mask, may_end
+
+
+def _set_bit(mask: Array, token: int, is_allowed: bool) -> bool:
+    """Allow or forbid a token in a mask, [1, W] int32. Returns whether it was allowed."""
+    word, bit = divmod(token, 32)
+    words = mask.view(np.uint32)
+    flag = np.uint32(1 << bit)
+    was_allowed = bool(words[0, word] & flag)
+    if is_allowed != was_allowed:
+        words[0, word] ^= flag
+    return was_allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
     """A grammar at the start of an answer.
 
     Attributes:
+        tokenizer: the tokenizer of the model.
         matcher: llguidance's matcher. Each answer uses a copy of it.
-        mask: [1, W] int32, the mask of the first token.
+        mask: [1, W] int32, the first tokens with which an answer goes on.
+        may_end: whether an answer may be empty.
     """
 
+    tokenizer: GrammarTokenizer
     matcher: Any
     mask: Array
+    may_end: bool
+
+    def is_over(self, tokens: Sequence[int]) -> bool:
+        """Whether an answer is complete after tokens, and no token may follow. A token that does not
+        fit ends an answer that is not complete."""
+        matcher = self.matcher.deep_copy()
+        if matcher.try_consume_tokens(list(tokens)) < len(tokens):
+            return False
+        mask, may_end = self.tokenizer.mask(matcher)
+        return may_end and not mask.any()
 
 
-def compile_grammar(grammar: Grammar, tokenizer: Any, vocab_size: int) -> CompiledGrammar:
+def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     """Compile a grammar.
-
-    Args:
-        grammar: the grammar.
-        tokenizer: llguidance's tokenizer of the model.
-        vocab_size: the number of tokens of the model.
 
     Raises:
         ArgumentError: the grammar is invalid, or no answer can follow it.
     """
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0)
+    matcher = LLMatcher(tokenizer.tokenizer, _for_llguidance(grammar), log_level=0)
     check_matcher(matcher)
     # The first mask is the same for every answer, and often the slowest.
-    mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
-    fill_mask(matcher, mask)
-    if not mask.any():
+    mask, may_end = tokenizer.mask(matcher)
+    if not may_end and not mask.any():
         raise invalid_grammar("no text follows it")
-    return CompiledGrammar(matcher, mask)
-
-
-def fill_mask(matcher: Any, mask: Array) -> None:
-    """Write the mask of the next token.
-
-    Args:
-        matcher: llguidance's matcher.
-        mask: [1, W] int32, the mask to write.
-
-    Raises:
-        InvalidGrammarError: as `check_matcher`.
-    """
-    from llguidance import numpy
-
-    numpy.fill_next_token_bitmask(matcher, mask, 0)
-    check_matcher(matcher)
+    return CompiledGrammar(tokenizer, matcher, mask, may_end)
 
 
 def check_matcher(matcher: Any) -> None:
@@ -219,22 +320,9 @@ def check_matcher(matcher: Any) -> None:
         raise invalid_grammar(matcher.get_error())
 
 
-class TokenizerArguments(TypedDict):
-    """The arguments of llguidance.LLTokenizer.
-
-    Attributes:
-        tokenizer: the content of tokenizer.json.
-        n_vocab: the number of tokens of the model.
-        eos_token: the ids of the model's stop tokens.
-    """
-
-    tokenizer: str
-    n_vocab: int
-    eos_token: list[int]
-
-
 class GrammarGuide:
-    """Writes the mask of each next token of an answer. It is the `allowed_tokens` of a request.
+    """Writes the masks of the next tokens of a batch of answers. It is the `allowed_tokens` of a
+    call.
 
     The first mask is computed with the grammar. Each later mask depends on the token before it, and
     the step that samples the next token needs it, because the graph filters and draws by itself: so
@@ -242,29 +330,41 @@ class GrammarGuide:
     loop goes on.
     """
 
-    def __init__(self, compiled: CompiledGrammar, row: int = 0) -> None:
+    def __init__(
+        self, grammars: Sequence[CompiledGrammar | None], stop_ids: Sequence[Sequence[int]]
+    ) -> None:
         """
         Args:
-            compiled: the grammar of the answer.
-            row: the row of the answer in its batch.
+            grammars: the grammar of each row; None for any text.
+            stop_ids: the stop tokens of each row. They are allowed where an answer may end, and
+                nowhere else.
         """
-        self._compiled = compiled
-        self._row = row
-        self._matcher: Any = None
+        self._grammars = grammars
+        self._stop_ids = stop_ids
+        self._matchers = [
+            None if grammar is None else grammar.matcher.deep_copy() for grammar in grammars
+        ]
 
     def __call__(self, step: Step | None, mask: Array) -> None:
-        """Write the mask of the next token.
+        """Write the masks of the next tokens.
 
         Args:
-            step: the step that sampled the last token; None before the first token.
-            mask: [1, W] int32, the mask to write.
+            step: the step that sampled the last tokens; None before the first tokens.
+            mask: [B, W] int32, the masks to write.
         """
-        if step is None:
-            mask[:] = self._compiled.mask
-            return
-        if self._matcher is None:
-            self._matcher = self._compiled.matcher.deep_copy()
-        if step.emitted[self._row] and step.status[self._row] == RUNNING:
-            self._matcher.consume_token(int(step.tokens[self._row]))
-            check_matcher(self._matcher)
-            fill_mask(self._matcher, mask)
+        for row, grammar in enumerate(self._grammars):
+            if grammar is None:
+                continue
+            if step is None:
+                self._write(row, mask, grammar.mask, grammar.may_end)
+            elif step.emitted[row] and step.status[row] == RUNNING:
+                matcher = self._matchers[row]
+                matcher.consume_token(int(step.tokens[row]))
+                check_matcher(matcher)
+                self._write(row, mask, *grammar.tokenizer.mask(matcher))
+
+    def _write(self, row: int, mask: Array, allowed: Array, may_end: bool) -> None:
+        """Write the mask of a row."""
+        mask[row] = allowed[0]
+        for token in self._stop_ids[row]:
+            _set_bit(mask[row : row + 1], token, may_end)

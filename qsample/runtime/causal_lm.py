@@ -203,7 +203,7 @@ class CausalLM(ModelMethods):
         self.interface: Interface = package.interface
         self.features = self.interface.features
         self.tokenizer = Tokenizer.of(package)
-        self.grammars = Grammars(self.interface, self.tokenizer, package.manifest.token_ids.eos)
+        self.grammars = Grammars(self.interface, self.tokenizer)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         self.sessions = sessions
