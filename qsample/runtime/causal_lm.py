@@ -206,6 +206,7 @@ class CausalLM(ModelMethods):
         self.grammars = Grammars(self.interface, self.tokenizer)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
+        self._file_stops = self._generation_config.eos_token_id
         self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
@@ -417,7 +418,13 @@ class CausalLM(ModelMethods):
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
         return read_call(
-            inputs, params, options, self.generation_config, token_ids, self.interface.vocab_size
+            inputs,
+            params,
+            options,
+            self.generation_config,
+            token_ids,
+            self.interface.vocab_size,
+            self._file_stops,
         )
 
     @property

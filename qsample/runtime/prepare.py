@@ -125,13 +125,14 @@ def make_sequences(
     for row, seed in enumerate(seeds):
         index = row // rows_per_prompt
         prompt = prompts[index]
+        stops = call.chat_stops if prompt.is_chat else call.stops
         try:
             parameters = parameter_row(
                 interface,
                 fitted[index].params,
                 len(prompt.ids),
                 slot_capacity,
-                token_ids.eos,
+                token_ids.eos if stops is None else stops,
                 padding=prompt.padding,
                 allowed_tokens=None if masks is None else masks[row],
                 thinking_token_budget=call.thinking_token_budget,

@@ -146,9 +146,10 @@ def _bake(
     size = sum(file.stat().st_size for file in (location.file, *location.data))
     with package.write_package(out, overwrite=options.overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
-        write_files(
+        end = write_files(
             location, settings, token_ids, foreign.vocab_size, source.tokenizer, writer.directory
         )
+        token_ids = token_ids.ending_at(end, foreign.vocab_size)
         with graph_errors(location.file):
             baked = rewrite(foreign, options.features, settings, options.rope, stages)
         del foreign

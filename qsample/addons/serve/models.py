@@ -548,9 +548,12 @@ class ServedModel:
         assert processor is not None
         return processor.expand(text, images)
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ApiError for a token id that the model does not have."""
+    def check_ids(self, ids: Sequence[int], *, any_token: bool = False) -> None:
+        """Raise ApiError for a token id that the model does not have. any_token: whether the
+        tokens that only the tokenizer has are valid."""
         vocab_size = self.interface.vocab_size
+        if any_token:
+            vocab_size = max(vocab_size, self.tokenizer.num_ids)
         wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:
             raise ApiError(
