@@ -193,7 +193,7 @@ class GrammarTokenizer:
     Attributes:
         tokenizer: llguidance's LLTokenizer, which may have more tokens than the model.
         vocab_size: V, the number of tokens of the model.
-        end: the id of the further token, one that the tokenizer lacks.
+        end: the id of the further token.
         added_texts: the texts of the added tokens that are not special, by their ids.
     """
 
@@ -216,23 +216,12 @@ class GrammarTokenizer:
         added_texts = {
             token["id"]: token["content"] for token in added_tokens if not token["special"]
         }
-        vocabulary = (definition.get("model") or {}).get("vocab") or {}
-        has_ids = isinstance(vocabulary, dict)  # The place in a list is the id of a piece.
-        ids = set(vocabulary.values() if has_ids else range(len(vocabulary)))
-        ids |= {token["id"] for token in added_tokens}
-        # llguidance takes ids below the number of tokens only, which the first free id is.
-        end = next(token for token in range(len(ids) + 1) if token not in ids)
-        text = f"<[{end}]>"  # llguidance's name of an id that a tokenizer lacks.
-        if has_ids:
-            vocabulary[text] = end
-        added_tokens.append(dict(_ADDED_TOKEN, id=end, content=text))
-        num_tokens = max(arguments["vocab_size"], len(ids) + 1)
+        end = _end_token(definition)
+        num_tokens = max(arguments["vocab_size"], end + 1)
         try:
             tokenizer = LLTokenizer(json.dumps(definition), n_vocab=num_tokens, eos_token=[end])
         except ValueError as error:
-            raise ArgumentError(
-                f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
-            ) from None
+            raise _unreadable(str(error)) from None
         return cls(tokenizer, arguments["vocab_size"], end, added_texts)
 
     def mask(self, matcher: Any) -> tuple[Array, bool]:
@@ -257,6 +246,32 @@ class GrammarTokenizer:
         for token in range(self.vocab_size, 32 * mask.shape[1]):
             _set_bit(mask, token, False)
         return mask, may_end
+
+
+def _end_token(definition: dict[str, Any]) -> int:
+    """Add a token to the content of a tokenizer.json, and return its id, the first after all others.
+
+    If ids below are free, the added token would get another id. A special token, which is in no
+    text, then ends answers in its place. Raises ArgumentError if there is none.
+    """
+    vocabulary = (definition.get("model") or {}).get("vocab") or {}
+    # The place of a piece in a list is its id.
+    ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
+    added_tokens = definition["added_tokens"]
+    ids |= {token["id"] for token in added_tokens}
+    end = len(ids)
+    if max(ids, default=-1) < end:
+        # The text is llguidance's name of an id that a tokenizer lacks.
+        added_tokens.append(dict(_ADDED_TOKEN, id=end, content=f"<[{end}]>"))
+        return end
+    special = [token["id"] for token in added_tokens if token["special"] and token["id"] < end]
+    if not special:
+        raise _unreadable("its ids have gaps, and it has no special token")
+    return int(special[0])
+
+
+def _unreadable(reason: str) -> ArgumentError:
+    return ArgumentError(f"this model's tokenizer cannot follow a grammar: {reason:.200}")
 
 
 def _set_bit(mask: Array, token: int, is_allowed: bool) -> bool:

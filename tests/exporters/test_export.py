@@ -139,7 +139,7 @@ def test_tokenizers_reach_the_runtime(
 def test_every_stop_token_of_the_generation_config_is_kept() -> None:
     model = random_model("llama")
     model.generation_config.eos_token_id = [2, 7, 9]
-    assert tuple(_token_ids(model, byte_tokenizer()).eos) == (2, 7, 9)
+    assert tuple(_token_ids(model, byte_tokenizer(), 320).eos) == (2, 7, 9)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
     model = random_model("llama")
     model.generation_config.eos_token_id = given  # None: the configuration's, which is 2
     model.generation_config.pad_token_id = model.generation_config.bos_token_id = 100_000
-    ids = _token_ids(model, byte_tokenizer())
+    ids = _token_ids(model, None, 320)
     assert (ids.eos, ids.pad, ids.bos) == (kept, kept[0] if kept else 0, None)
     ids_given = given if isinstance(given, list) else [] if given is None else [given]
     if all(0 <= token < 1000 for token in ids_given):
@@ -184,7 +184,7 @@ def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
     (source / "generation_config.json").write_text(json.dumps(settings))
     model = Checkpoint(str(source)).load()
     with pytest.warns(UserWarning, match="eos_token_id 400 is left out"):
-        _token_ids(model, None)
+        _token_ids(model, None, 320)
     _save_model_files(model, None, tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     assert {name: saved[name] for name in settings} == settings | {"eos_token_id": [2]}
@@ -211,9 +211,9 @@ def test_ids_of_any_form(given: Any, kept: Any) -> None:
     model.generation_config.bos_token_id = given
     if kept is ...:
         with pytest.raises(QsampleError, match=r"bos_token_id is .* a token id, or a list of ids"):
-            _token_ids(model, None)
+            _token_ids(model, None, 320)
     else:
-        assert _token_ids(model, None).bos == kept
+        assert _token_ids(model, None, 320).bos == kept
 
 
 @pytest.mark.slow

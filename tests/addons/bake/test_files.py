@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -464,12 +465,19 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
         assert written("without", read, ids, "auto")[0] == configs
 
     size = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab_size()
-    write_files(location, read, ids, size, str(empty), tmp_path / "given")
-    with pytest.raises(
-        QsampleError,
-        match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};",
-    ):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_files(location, read, ids, size, str(empty), tmp_path / "given")
+    with pytest.warns(UserWarning, match=rf"the tokenizer has 1 tokens .* \(id {size - 1}\) on"):
         write_files(location, read, ids, size - 1, str(empty), tmp_path / "given")
+    # No file names the tokenizer's end of a text, or in one of two ways.
+    vocabulary = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab()
+    text = next(text for text, token in vocabulary.items() if token == size - 1)
+    ends: list[tuple[Any, Any]] = [(None, None), (text, size - 1), ({"content": text}, size - 1)]
+    for given, end in [*ends, ("no token", None)]:
+        (empty / "tokenizer_config.json").write_text(json.dumps({"eos_token": given}))
+        found = write_files(location, read, ids, size, str(empty), tmp_path / "given")
+        assert found == end
     (empty / "tokenizer.json").write_text("{}")
     with pytest.raises(QsampleError, match=r"tokenizer\.json cannot be read"):
         write_files(location, read, ids, 128, str(empty), tmp_path / "given")
