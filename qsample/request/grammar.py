@@ -191,7 +191,7 @@ class GrammarTokenizer:
     and a guide allows the stop tokens of its row in its place.
 
     Attributes:
-        tokenizer: llguidance's LLTokenizer, which may have more tokens than the model.
+        tokenizer: llguidance's LLTokenizer.
         vocab_size: V, the number of tokens of the model.
         end: the id of the further token.
         added_texts: the texts of the added tokens that are not special, by their ids.
@@ -212,9 +212,11 @@ class GrammarTokenizer:
         from llguidance import LLTokenizer
 
         definition = json.loads(arguments["tokenizer"])
-        added_tokens = definition.setdefault("added_tokens", [])
+        _remove_tokens(definition, arguments["vocab_size"])
         added_texts = {
-            token["id"]: token["content"] for token in added_tokens if not token["special"]
+            token["id"]: token["content"]
+            for token in definition["added_tokens"]
+            if not token["special"]
         }
         end = _end_token(definition)
         num_tokens = max(arguments["vocab_size"], end + 1)
@@ -246,6 +248,26 @@ class GrammarTokenizer:
         for token in range(self.vocab_size, 32 * mask.shape[1]):
             _set_bit(mask, token, False)
         return mask, may_end
+
+
+def _remove_tokens(definition: dict[str, Any], vocab_size: int) -> None:
+    """Remove the tokens that the model lacks from the content of a tokenizer.json: llguidance asks
+    for them where they spell a text that a grammar forces."""
+    added_tokens = definition.get("added_tokens") or []
+    definition["added_tokens"] = [token for token in added_tokens if token["id"] < vocab_size]
+    model = definition.get("model") or {}
+    vocabulary = model.get("vocab") or {}
+    if len(vocabulary) <= vocab_size:
+        return
+    if isinstance(vocabulary, list):
+        model["vocab"] = vocabulary[:vocab_size]
+        return
+    kept = {text: token for text, token in vocabulary.items() if token < vocab_size}
+    model["vocab"] = kept
+    if "merges" in model:
+        model["merges"] = [
+            pair for pair in model["merges"] if {*pair, "".join(pair)} <= kept.keys()
+        ]
 
 
 def _end_token(definition: dict[str, Any]) -> int:
