@@ -262,7 +262,8 @@ def _write_graphs(
             images = _image_support(model, loaded.processor, image)
             expected = replace(expected, images=images.reference)
         apply_transforms(model, context, images=images is not None)
-    vocab_size = int(expected.logits[0].shape[-1])
+    vocab_size = _vocab_size(model, int(expected.logits[0].shape[-1]))
+    expected = expected.of_first_tokens(vocab_size)
     key_values, recurrent = state_shapes(model, context)
     interface = Interface(
         vocab_size,
@@ -333,6 +334,12 @@ def _check_settings(model: PreTrainedModel) -> None:
         raise QsampleError(
             f"the model's generation_config cannot be stored: {error}; correct it"
         ) from error
+
+
+def _vocab_size(model: PreTrainedModel, head_rows: int) -> int:
+    """V: the rows of the head whose tokens the embedding can read. The others are never sampled."""
+    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    return min(head_rows, getattr(embedding, "num_embeddings", head_rows))
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -104,12 +104,8 @@ def make_sequences(
         )
     grammars = _grammars(call.grammar, len(prompts), interface)
     _check_budget(call.thinking_token_budget, grammars)
-    has_masks_of_grammars = any(isinstance(grammar, CompiledGrammar) for grammar in grammars)
-    if has_masks_of_grammars and call.allowed_tokens is not None:
-        raise ValueError(
-            "allowed_tokens is given with a grammar that writes the masks itself; give either"
-        )
-    has_mask_function = callable(call.allowed_tokens) or has_masks_of_grammars
+    has_masks_of_grammars = _has_masks(grammars, call.allowed_tokens)
+    has_mask_function = has_masks_of_grammars or callable(call.allowed_tokens)
     masks = _masks(
         call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS], is_written=has_mask_function
     )
@@ -507,6 +503,16 @@ def _check_grammar(grammar: Any, interface: Interface) -> None:
             f"the grammar is for {vocab_size} tokens, and the model has {interface.vocab_size}; make "
             "it with this package"
         )
+
+
+def _has_masks(grammars: list[AnyGrammar | None], allowed_tokens: Any) -> bool:
+    """Whether a grammar writes masks. Raises ValueError if the caller gives masks, too."""
+    has_masks = any(isinstance(grammar, CompiledGrammar) for grammar in grammars)
+    if has_masks and allowed_tokens is not None:
+        raise ValueError(
+            "allowed_tokens is given with a grammar that writes the masks itself; give either"
+        )
+    return has_masks
 
 
 def _check_tables(grammar: TokenGrammar, interface: Interface) -> None:

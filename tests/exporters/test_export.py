@@ -20,15 +20,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.checkpoint import Checkpoint, Origin
+from qsample.contract.interface import Features
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity, portable
-from qsample.exporters.export import _save_model_files, _token_ids
+from qsample.exporters.export import LoadedModel, _save_model_files, _token_ids, export_model
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.disk import space
 from qsample.package.package import read_package
 from qsample.request.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.request.text.tokenizer import warn_of_missing_rows
+from qsample.runtime import load
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import (
     byte_tokenizer,
@@ -300,7 +302,7 @@ def test_models_without_a_cache_are_refused_before_tracing(
 def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama", vocab_size=100)
     loaded = Checkpoint(str(tmp_path / "checkpoint"))
-    with pytest.warns(UserWarning, match=r"has 160 tokens that the model lacks, from .* \(id 100\)"):
+    with pytest.warns(UserWarning, match=r"the model lacks 160 of .* \(id 100\)"):
         warn_of_missing_rows(loaded.tokenizer.get_vocab(), 100)  # type: ignore[union-attr]
 
 
@@ -475,3 +477,20 @@ def test_memory_that_is_used_up(
     with pytest.raises(MemoryError, match=r"the export ran out of memory .*; end other programs"):
         export_without_sampler(random_model("llama"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci
+def test_a_head_that_is_longer_than_the_embedding(tmp_path: Path) -> None:
+    """transformers cannot go on after a token that its embedding lacks; such a token is never sampled."""
+    model = random_model("mistral", vocab_size=300, sliding_window=8)
+    model.lm_head = torch.nn.Linear(64, 330)
+    model.lm_head.bias.data[310:] = 100.0
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    assert logits.argmax() >= 310
+    package = export_model(
+        LoadedModel(model, byte_tokenizer(), Origin("tiny")), tmp_path / "package", Features()
+    )
+    assert package.interface.vocab_size == 300
+    output = load(package.path).generate([[5, 6, 7]], do_sample=False, max_new_tokens=1)
+    assert output.token_ids == [[int(logits[:300].argmax())]]

@@ -73,7 +73,8 @@ def test_biases_masks_and_stop_strings_go_with_it(
     (yes,) = model.tokenizer.encode("y", add_special_tokens=False)
     biased = {"eos_token_id": stops, "logit_bias": {2: 50.0, 0: 50.0, yes: 100.0}}
     for text, _, reason in answers(model, make(WORDS), **biased):
-        assert re.fullmatch(WORDS, text) and text.startswith("y")
+        assert re.fullmatch(WORDS, text)
+        assert text.startswith("y")
         assert reason == "stop"
     for text, _, reason in answers(model, make("a+"), eos_token_id=stops, stop_strings="aaaaa"):
         assert len(text) >= 5 or stops
@@ -122,9 +123,7 @@ def test_answers_fit_every_limit(model: CausalLM) -> None:
     shortest = grammar.without_stop.shortest
     assert shortest == grammar.shortest - 1
     for limit in range(shortest, shortest + 8):
-        for text, tokens, reason in answers(
-            model, grammar, eos_token_id=(), max_new_tokens=limit
-        ):
+        for text, tokens, reason in answers(model, grammar, eos_token_id=(), max_new_tokens=limit):
             assert re.fullmatch("(yes|no)(, (yes|no))*", text)
             assert len(tokens) <= limit
             # It ends before the limit only if no further word fits.

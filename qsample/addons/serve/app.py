@@ -559,9 +559,7 @@ class _Server:
             images = await loop.run_in_executor(self._image_threads, model.process_images, files)
             text = model.with_placeholders(text, images)
         # The template spells the special tokens out.
-        (tokens,) = await self._encode(
-            model, [text], add_special_tokens=False, any_token=any_token
-        )
+        (tokens,) = await self._encode(model, [text], add_special_tokens=False, any_token=any_token)
         return tokens, images
 
     async def _with_features(

@@ -88,7 +88,9 @@ class TokenGrammar:
     def without_stop(self) -> TokenGrammar:
         """The tables for rows without a stop token: their distances do not count one. Such a row
         has no token left where an answer is complete and nothing may follow."""
-        return replace(self, distances=np.where(self.distances > 0, self.distances - 1, self.distances))
+        return replace(
+            self, distances=np.where(self.distances > 0, self.distances - 1, self.distances)
+        )
 
     def is_over(self, tokens: Sequence[int], room: int, budget: int) -> bool:
         """Whether an answer without a stop token is complete after tokens, and no token may follow.

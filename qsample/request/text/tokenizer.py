@@ -392,9 +392,9 @@ def warn_of_missing_rows(vocabulary: Mapping[str, int], vocab_size: int) -> None
     if missing:
         first, text = missing[0]
         warnings.warn(
-            f"the tokenizer has {len(missing)} tokens that the model lacks, from {shown(text)} (id {first}) on: its "
-            f"ids are 0 to {vocab_size - 1}. They are never sampled, and a text with one is refused; give the "
-            "model's own tokenizer if this is another one",
+            f"the model lacks {len(missing)} of the tokenizer's tokens, from {shown(text)} (id {first}) on: its ids "
+            f"are 0 to {vocab_size - 1}. A text with such a token will be refused; give the model's own tokenizer if this "
+            "is another one",
             stacklevel=3,
         )
 

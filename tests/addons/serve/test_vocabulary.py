@@ -165,5 +165,3 @@ def test_streams_end_with_the_form(endless: TestClient, stream: bool) -> None:
         endless, "/v1/completions", prompt="x", guided_regex="ab", max_tokens=9, stream=stream
     )
     assert '"finish_reason":"stop"' in answer.text.replace(" ", "")
-
-

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import llguidance.gbnf_to_lark
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     CompiledGrammar,
     Form,
-    InvalidGrammarError,
     GrammarTokenizer,
+    InvalidGrammarError,
     TokenizerArguments,
     compile_grammar,
     grammar_of,

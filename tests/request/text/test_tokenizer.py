@@ -49,7 +49,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     assert read.num_ids == 360
     assert read.encode("a<extra 59>") == [1, 68, 319]
     for text in ("a<extra 60>b", "a" * 30_000 + "<extra 60>"):
-        wanted = r"a text has '<extra 60>', token 320 of the tokenizer, and the model has 320 tokens"
+        wanted = (
+            r"a text has '<extra 60>', token 320 of the tokenizer, and the model has 320 tokens"
+        )
         for encode in (read.encode, lambda text: model.generate(text, max_new_tokens=1)):
             with pytest.raises(ValueError, match=wanted):
                 encode(text)
