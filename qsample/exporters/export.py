@@ -338,7 +338,7 @@ def _check_settings(model: PreTrainedModel) -> None:
 
 def _vocab_size(model: PreTrainedModel, head_rows: int) -> int:
     """V: the rows of the head whose tokens the embedding can read. The others are never sampled."""
-    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    embedding = model.get_input_embeddings()
     return min(head_rows, getattr(embedding, "num_embeddings", head_rows))
 
 

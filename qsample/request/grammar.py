@@ -378,9 +378,11 @@ class GrammarGuide:
         """
         self._grammars = grammars
         self._stop_ids = stop_ids
-        self._matchers = [
-            None if grammar is None else grammar.matcher.deep_copy() for grammar in grammars
-        ]
+        self._matchers = {
+            row: grammar.matcher.deep_copy()
+            for row, grammar in enumerate(grammars)
+            if grammar is not None
+        }
 
     def __call__(self, step: Step | None, mask: Array) -> None:
         """Write the masks of the next tokens.

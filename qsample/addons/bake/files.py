@@ -424,10 +424,10 @@ def write_files(
     for name in _TOKENIZER_FILES:
         if (path := source.find(name)) is not None:
             shutil.copyfile(path, folder / name)
-    config = source.read(TOKENIZER_CONFIG_FILE)
+    tokens = special_tokens_of(source.read(TOKENIZER_CONFIG_FILE))
     vocabulary = _read_vocabulary(folder / TOKENIZER_FILE)
     warn_of_missing_rows(vocabulary, vocab_size)
-    return vocabulary.get(special_tokens_of(config).get("eos_token", ""))
+    return vocabulary.get(tokens.get("eos_token", ""))
 
 
 def _generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:

@@ -393,8 +393,8 @@ def warn_of_missing_rows(vocabulary: Mapping[str, int], vocab_size: int) -> None
         first, text = missing[0]
         warnings.warn(
             f"the model lacks {len(missing)} of the tokenizer's tokens, from {shown(text)} (id {first}) on: its ids "
-            f"are 0 to {vocab_size - 1}. A text with such a token will be refused; give the model's own tokenizer if this "
-            "is another one",
+            f"are 0 to {vocab_size - 1}. A text with such a token will be refused; give the model's own tokenizer if "
+            "this is another one",
             stacklevel=3,
         )
 

@@ -233,7 +233,7 @@ def test_a_tokenizer_with_other_tokens_and_another_ending(decoder: Decoder, tmp_
     tokenizer.add_special_tokens([f"<extra {number}>" for number in range(200)])
     tokenizer.save(path)
     baked_without = qsample.bake(
-        folder, tmp_path / "without", tokenizer="none", features=Features(sampler=False)
+        folder, tmp_path / "without", tokenizer=None, features=Features(sampler=False)
     )
     size = baked_without.package.interface.vocab_size
     stops = baked_without.package.manifest.token_ids.eos
