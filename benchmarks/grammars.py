@@ -70,9 +70,8 @@ class Qsample:
         self._prompts = [ids] * ROWS
         forms = [Form("json_schema", schema(row)) for row in range(ROWS)]
         self._tables = [self._model.grammars.tables(Wish(form)) for form in forms]
-        tokenizer = self._model.grammars._llguidance_tokenizer
-        vocab_size = self._model.interface.vocab_size
-        self._masks = [compile_grammar(grammar_of(form), tokenizer, vocab_size) for form in forms]
+        tokenizer = self._model.grammars.tokenizer
+        self._masks = [compile_grammar(grammar_of(form), tokenizer) for form in forms]
 
     def _step(self, **options: Any) -> float:
         from qsample.runtime import SamplingParams
@@ -90,19 +89,8 @@ class Qsample:
         return {
             "qsample": self._step,
             "qsample, tables": lambda: self._step(grammar=self._tables),
-            "qsample, masks of the host": lambda: self._step(allowed_tokens=self._guide()),
+            "qsample, masks of the host": lambda: self._step(grammar=self._masks),
         }
-
-    def _guide(self) -> Callable[..., None]:
-        from qsample.request.grammar import GrammarGuide
-
-        guides = [GrammarGuide(mask, row) for row, mask in enumerate(self._masks)]
-
-        def write(step: Any, mask: np.ndarray) -> None:
-            for row, guide in enumerate(guides):
-                guide(step, mask[row : row + 1])
-
-        return write
 
 
 class LlamaCpp:

@@ -207,6 +207,33 @@ def llama_package(exported: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_head_checkpoint(shared_folder: Path) -> Path:
+    """A chat model whose head lacks the tokenizer's last token, <image>, 261. Its tokenizer ends with <|im_end|>, 260,
+    and its generation_config with </s>, 2."""
+    from tests.helpers.tiny_models import save_chat_checkpoint
+
+    return made_once(
+        shared_folder / "short-head-checkpoint",
+        lambda path: save_chat_checkpoint(path, vocab_size=261, eos_token_id=2),
+    )
+
+
+@pytest.fixture(scope="session")
+def short_head_package(short_head_checkpoint: Path, shared_folder: Path) -> Path:
+    """A portable package of that model, with the features for serving."""
+    from qsample import AutoModelForCausalLM
+
+    features: Any = {"for_serving": True, "filters": ("bad_words_ids", "dry"), "max_loras": 1}
+
+    def export(path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(short_head_checkpoint, **features)
+        with pytest.warns(UserWarning, match=r"the model lacks 1 of .*, from '<image>' \(id 261\)"):
+            model.export(path)
+
+    return made_once(shared_folder / "short-head-package", export)
+
+
+@pytest.fixture(scope="session")
 def bundled_package(shared_folder: Path) -> Path:
     """A portable package of the model that comes with qsample."""
     import qsample

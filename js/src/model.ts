@@ -161,13 +161,19 @@ export class LocalModel implements Model {
     if (flushEvery !== undefined && !(Number.isInteger(flushEvery) && flushEvery >= 1)) {
       throw new ArgumentError(`flushEvery is ${shown(flushEvery)}; give an integer >= 1`, "flushEvery");
     }
-    const prompts = listed(given).map((prompt, index) => this.ids(prompt, index, options));
+    const items = listed(given);
+    const prompts = items.map((prompt, index) => this.ids(prompt, index, options));
     const own: readonly SamplingOptions[] = options.rows ?? prompts.map(() => ({}));
     if (!Array.isArray(own) || own.length !== prompts.length) {
       throw new ArgumentError(`rows is ${shown(own)}; give a list with the options of each of the ${prompts.length} prompts`, "rows");
     }
     own.forEach((one, index) => checkNames(one, [], `rows[${index}]`));
-    const params: Params[] = own.map((one) => resolve(this.generationConfig, { ...options, ...one }));
+    const params: Params[] = own.map((one, index) => {
+      const resolved = resolve(this.generationConfig, { ...options, ...one });
+      const hasStops = options.eosTokenId !== undefined || one.eosTokenId !== undefined;
+      // A chat also ends at the tokenizer's end of a text, which the manifest adds to those of the generation_config.
+      return !hasStops && isChat(items[index]) ? { ...resolved, eos: null } : resolved;
+    });
     const seeds = seedsOf(options.seed, prompts.length).map((seed, index) => (own[index].seed == null ? seed : seedsOf(own[index].seed, 1)[0]));
     if (options.allowedTokens !== undefined && !this.manifest.interface.features.allowed_tokens) {
       throw new ArgumentError("allowedTokens needs a package that was exported with allowed_tokens (--allowed-tokens)", "allowedTokens");

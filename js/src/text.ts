@@ -11,7 +11,8 @@ export class Tokenizer {
   private completing?: number[][];
   private readonly special = new Set<number>();
 
-  constructor(description: object, config: object, vocabSize: number, where: string) {
+  /** The tokenizer may have more tokens than the `vocabSize` of the model, which texts must not have. */
+  constructor(description: object, config: object, private readonly vocabSize: number, where: string) {
     try {
       // As the file says: transformers' own clean-ups, which the config asks for, are no part of it.
       this.tokenizer = new HuggingFaceTokenizer(description, { ...config, remove_space: false, do_lowercase_and_remove_accent: false });
@@ -20,15 +21,19 @@ export class Tokenizer {
     }
     for (const [id, token] of this.tokenizer.get_added_tokens_decoder()) {
       if (token.special) this.special.add(id);
-      if (id >= vocabSize) {
-        throw new PackageError(`tokenizer.json of ${where} has the token ${id} and the model ${vocabSize} tokens; export the model with its own tokenizer`);
-      }
     }
   }
 
   encode(text: string, { addSpecialTokens = true } = {}): number[] {
     if (!text.isWellFormed()) throw new ArgumentError(`a text has half of a character (a lone surrogate): ${shown(text)}; give text.toWellFormed()`);
-    return this.tokenizer.encode(text, { add_special_tokens: addSpecialTokens }).ids;
+    const ids: number[] = this.tokenizer.encode(text, { add_special_tokens: addSpecialTokens }).ids;
+    const lacked = ids.find((id) => id >= this.vocabSize);
+    if (lacked !== undefined) {
+      throw new ArgumentError(
+        `a text has ${shown(this.tokenizer.id_to_token(lacked))}, token ${lacked} of the tokenizer, and the model has ${this.vocabSize} tokens, ` +
+          `0 to ${this.vocabSize - 1}, so it cannot read that; leave it out of the text`);
+    }
+    return ids;
   }
 
   decode(ids: readonly number[], { skipSpecialTokens = true } = {}): string {

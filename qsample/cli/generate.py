@@ -37,11 +37,10 @@ from qsample.cli.terminal import AlreadyPrintedError, console, counted, finite, 
 from qsample.errors import QsampleError
 
 if TYPE_CHECKING:
-    from qsample.contract.arrays import Array
     from qsample.models.model import PackagedModel
     from qsample.package.package import Package
     from qsample.request.grammar import Form
-    from qsample.runtime import CausalLM, GenerateOutput, Step, TextStreamer
+    from qsample.runtime import CausalLM, GenerateOutput, TextStreamer
 
 # The outputs of a package that the JSON has, if the package returns them.
 _OUTPUTS_IN_JSON: Final = ("logprobs", "top_logprob_ids", "top_logprobs")
@@ -219,7 +218,9 @@ class _Run:
         inputs = self._inputs(texts, prompts.image or [])
         arguments = self._arguments(model, prompts)
         if self.form is not None:
-            arguments |= _form_arguments(model, self.form, len(repeated))
+            from qsample.request.structured.grammars import Wish
+
+            arguments["grammar"] = model.grammars.prepared(Wish(self.form)).grammar
         if as_json:
             output = _answer(model, inputs, arguments, outputs=_json_outputs(model))
             document = _as_json(repeated, output)
@@ -289,27 +290,6 @@ class _Run:
         if self.chat.is_default and any(line.is_text for line in lines):
             note(_AS_A_CHAT)
         generate_file(self.load, rows, file, self.running, self.form)
-
-
-def _form_arguments(model: CausalLM, form: Form, rows: int) -> dict[str, Any]:
-    """The arguments of `CausalLM.generate` for a batch whose answers all follow a form.
-
-    Args:
-        rows: the number of rows of the batch.
-    """
-    from qsample.request.grammar import GrammarGuide
-    from qsample.request.structured.grammars import Wish
-
-    prepared = model.grammars.prepared(Wish(form))
-    if prepared.masks is None:
-        return prepared.arguments()
-    guides = [GrammarGuide(prepared.masks, row) for row in range(rows)]
-
-    def guide(step: Step | None, mask: Array) -> None:
-        for row, guide_row in enumerate(guides):
-            guide_row(step, mask[row : row + 1])
-
-    return {"allowed_tokens": guide}
 
 
 def _answer(

@@ -81,8 +81,7 @@ def grammar(
             "the model again with --grammars or --for-serving"
         )
     marks = None if thoughts is None else Thoughts.between(*thoughts)
-    stop_ids = opened.manifest.token_ids.eos
-    grammars = Grammars(opened.interface, Tokenizer.of(opened), stop_ids)
+    grammars = Grammars(opened.interface, Tokenizer.of(opened))
     tables = grammars.tables(Wish(given, marks))
     tables.save(output)
     states, classes = tables.transitions.shape

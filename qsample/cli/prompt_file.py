@@ -561,7 +561,7 @@ class _Generation:
         from qsample.request.structured.grammars import Wish
 
         prepared = model.grammars.prepared(Wish(self.form))
-        return ({**row.options, **prepared.arguments()} for row in rows)
+        return ({**row.options, "grammar": prepared.grammar} for row in rows)
 
     @property
     def _speed(self) -> float:

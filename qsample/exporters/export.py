@@ -48,6 +48,7 @@ from qsample.request.huggingface.facade import dtype_name
 from qsample.request.own_settings import with_needed
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE, settings_of
 from qsample.request.text.chat import TOKENIZER_CONFIG_FILE
+from qsample.request.text.tokenizer import warn_of_missing_rows
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import Decoder, apply_transforms, state_shapes
 from qsample.transforms.deferred import computing, deferred
@@ -265,7 +266,8 @@ def _write_graphs(
             images = _image_support(model, loaded.processor, image)
             expected = replace(expected, images=images.reference)
         apply_transforms(model, context, images=images is not None)
-    vocab_size = int(expected.logits[0].shape[-1])
+    vocab_size = _vocab_size(model, int(expected.logits[0].shape[-1]))
+    expected = expected.of_first_tokens(vocab_size)
     key_values, recurrent = state_shapes(model, context)
     interface = Interface(
         vocab_size,
@@ -275,8 +277,9 @@ def _write_graphs(
         recurrent=recurrent,
         image=None if images is None else images.shape,
     )
-    token_ids = _token_ids(model, tokenizer)
-    _check_vocabulary(tokenizer, vocab_size)
+    token_ids = _token_ids(model, tokenizer, vocab_size)
+    if tokenizer is not None:
+        warn_of_missing_rows(tokenizer.get_vocab(), vocab_size)
     _save_model_files(model, tokenizer, folder)
     if loaded.processor is not None:
         loaded.processor.image_processor.save_pretrained(folder)
@@ -337,12 +340,10 @@ def _check_settings(model: PreTrainedModel) -> None:
         ) from error
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
-    if tokenizer is not None and len(tokenizer) > vocab_size:
-        raise QsampleError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's head only {vocab_size}; give the tokenizer "
-            "that belongs to the model, or resize the model's embeddings"
-        )
+def _vocab_size(model: PreTrainedModel, head_rows: int) -> int:
+    """V: the rows of the head whose tokens the embedding can read. The others are never sampled."""
+    embedding = model.get_input_embeddings()
+    return min(head_rows, getattr(embedding, "num_embeddings", head_rows))
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
@@ -389,12 +390,11 @@ def _save_model_files(
 
 
 def _token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> package.TokenIds:
     """The ids that the runtime needs: from generation_config, else from config, else from the
-    tokenizer."""
+    tokenizer, whose end of a text is a stop token in any case."""
     text_config = model.config.get_text_config(decoder=True)
-    vocab_size = int(text_config.vocab_size)
 
     def find(name: str) -> tuple[int, ...]:
         for owner in (model.generation_config, text_config, tokenizer):
@@ -424,7 +424,9 @@ def _token_ids(
     pad = find_first("pad_token_id")
     if pad is None:
         pad = eos_ids[0] if eos_ids else 0
-    return package.TokenIds(pad=pad, bos=bos, eos=eos_ids)
+    token_ids = package.TokenIds(pad=pad, bos=bos, eos=eos_ids)
+    end = getattr(tokenizer, "eos_token_id", None)
+    return token_ids.ending_at(end, vocab_size)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

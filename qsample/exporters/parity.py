@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -99,6 +99,17 @@ class Reference:
     narrowed: Narrowed | None = None
     windows: str = "none"
     images: ImageReference | None = None
+
+    def of_first_tokens(self, vocab_size: int) -> Reference:
+        """The same without the logits of the tokens from `vocab_size` on."""
+        narrowed = self.narrowed
+        images = self.images
+        return replace(
+            self,
+            logits=[row[..., :vocab_size] for row in self.logits],
+            narrowed=narrowed and narrowed._replace(logits=narrowed.logits[..., :vocab_size]),
+            images=images and replace(images, logits=images.logits[..., :vocab_size]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

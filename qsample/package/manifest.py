@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from qsample.contract.interface import Interface
@@ -39,6 +39,20 @@ class TokenIds:
     pad: int
     bos: int | None
     eos: tuple[int, ...]
+
+    def ending_at(self, token: int | None, vocab_size: int) -> TokenIds:
+        """The same with the tokenizer's end-of-text token as a further stop token.
+
+        A model that was fine-tuned for chats may end its answers with that token, while its
+        generation_config.json still has the ending of its base.
+
+        Args:
+            token: the tokenizer's token; None without one.
+            vocab_size: V. A token that the model lacks is no stop token.
+        """
+        if token is None or token in self.eos or token >= vocab_size:
+            return self
+        return replace(self, eos=(*self.eos, token))
 
 
 @dataclass(frozen=True, slots=True)

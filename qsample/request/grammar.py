@@ -6,7 +6,7 @@ Forms that are regular need no masks: `structured` makes tables of them, which t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict
 
@@ -55,6 +55,16 @@ _SCHEMA_PROBLEMS: Final = (
 # Beyond it, float64 lacks some.
 _LARGEST_INTEGER: Final = 1 << 53
 _OTHER_SCHEMA_PROBLEM: Final = "the schema is too large to compile; give a smaller one"
+
+
+# The entry of a special token in tokenizer.json, without its id and text.
+_ADDED_TOKEN: Final[Mapping[str, Any]] = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 class Form(NamedTuple):
@@ -323,59 +333,184 @@ def invalid_grammar(reason: str) -> InvalidGrammarError:
     return InvalidGrammarError(f"no answer can follow that form: {text:.300}")
 
 
-@dataclass(frozen=True, slots=True)
+class TokenizerArguments(TypedDict):
+    """The arguments of `GrammarTokenizer.of`.
+
+    Attributes:
+        tokenizer: the content of tokenizer.json.
+        vocab_size: V, the number of tokens of the model.
+    """
+
+    tokenizer: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarTokenizer:
+    """A model's tokenizer as llguidance reads it, with a further token that ends answers.
+
+    llguidance needs such a token. A model may have none, it may be an id that the tokenizer lacks,
+    and a request may name others. So the masks of llguidance say whether the further token may come,
+    and a guide allows the stop tokens of its row in its place.
+
+    Attributes:
+        tokenizer: llguidance's LLTokenizer.
+        vocab_size: V, the number of tokens of the model.
+        end: the id of the further token.
+        added_texts: the texts of the added tokens that are not special, by their ids.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    end: int
+    added_texts: Mapping[int, str]
+
+    @classmethod
+    def of(cls, arguments: TokenizerArguments) -> GrammarTokenizer:
+        """The tokenizer of a model. It needs llguidance.
+
+        Raises:
+            ArgumentError: llguidance cannot read the tokenizer.
+        """
+        from llguidance import LLTokenizer
+
+        definition = json.loads(arguments["tokenizer"])
+        _remove_tokens(definition, arguments["vocab_size"])
+        added_texts = {
+            token["id"]: token["content"]
+            for token in definition["added_tokens"]
+            if not token["special"]
+        }
+        end = _end_token(definition)
+        num_tokens = max(arguments["vocab_size"], end + 1)
+        try:
+            tokenizer = LLTokenizer(json.dumps(definition), n_vocab=num_tokens, eos_token=[end])
+        except ValueError as error:
+            raise _unreadable(str(error)) from None
+        return cls(tokenizer, arguments["vocab_size"], end, added_texts)
+
+    def mask(self, matcher: Any) -> tuple[Array, bool]:
+        """The tokens that may come next.
+
+        Args:
+            matcher: llguidance's matcher of an answer.
+
+        Returns:
+            [1, W] int32, the mask of the tokens that go on; and whether the answer may end. Both
+            mean nothing if the matcher has found an error.
+        """
+        from llguidance import numpy
+
+        words = np.zeros((1, (self.tokenizer.vocab_size + 31) // 32), dtype=np.int32)
+        numpy.fill_next_token_bitmask(matcher, words, 0)
+        may_end = _set_bit(words, self.end, False)
+        mask = words[:, : (self.vocab_size + 31) // 32]
+        for token in range(self.vocab_size, 32 * mask.shape[1]):
+            _set_bit(mask, token, False)
+        return mask, may_end
+
+
+def _remove_tokens(definition: dict[str, Any], vocab_size: int) -> None:
+    """Remove the tokens that the model lacks from the content of a tokenizer.json: llguidance asks
+    for them where they spell a text that a grammar forces."""
+    added_tokens = definition.get("added_tokens") or []
+    definition["added_tokens"] = [token for token in added_tokens if token["id"] < vocab_size]
+    model = definition.get("model") or {}
+    vocabulary = model.get("vocab") or {}
+    if len(vocabulary) <= vocab_size:
+        return
+    if isinstance(vocabulary, list):
+        model["vocab"] = vocabulary[:vocab_size]
+        return
+    kept = {text: token for text, token in vocabulary.items() if token < vocab_size}
+    model["vocab"] = kept
+    if "merges" in model:
+        model["merges"] = [
+            pair for pair in model["merges"] if {*pair, "".join(pair)} <= kept.keys()
+        ]
+
+
+def _end_token(definition: dict[str, Any]) -> int:
+    """Add a token to the content of a tokenizer.json, and return its id, the first after all others.
+
+    If ids below are free, the added token would get another id. A special token, which is in no
+    text, then ends answers in its place. Raises ArgumentError if there is none.
+    """
+    vocabulary = (definition.get("model") or {}).get("vocab") or {}
+    # The place of a piece in a list is its id.
+    ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
+    added_tokens = definition["added_tokens"]
+    ids |= {token["id"] for token in added_tokens}
+    end = len(ids)
+    if max(ids, default=-1) < end:
+        # The text is llguidance's name of an id that a tokenizer lacks.
+        added_tokens.append(dict(_ADDED_TOKEN, id=end, content=f"<[{end}]>"))
+        return end
+    special = [token["id"] for token in added_tokens if token["special"] and token["id"] < end]
+    if not special:
+        raise _unreadable("its ids have gaps, and it has no special token")
+    return int(special[0])
+
+
+def _unreadable(reason: str) -> ArgumentError:
+    return ArgumentError(f"this model's tokenizer cannot follow a grammar: {reason:.200}")
+
+
+def _set_bit(mask: Array, token: int, is_allowed: bool) -> bool:
+    """Allow or forbid a token in a mask, [1, W] int32. Returns whether it was allowed."""
+    word, bit = divmod(token, 32)
+    words = mask.view(np.uint32)
+    flag = np.uint32(1 << bit)
+    was_allowed = bool(words[0, word] & flag)
+    if is_allowed != was_allowed:
+        words[0, word] ^= flag
+    return was_allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
     """A grammar at the start of an answer.
 
     Attributes:
         grammar: the grammar.
+        tokenizer: the tokenizer of the model.
         matcher: llguidance's matcher. Each answer uses a copy of it.
-        mask: [1, W] int32, the mask of the first token.
+        mask: [1, W] int32, the first tokens with which an answer goes on.
+        may_end: whether an answer may be empty.
     """
 
     grammar: Grammar
+    tokenizer: GrammarTokenizer
     matcher: Any
     mask: Array
+    may_end: bool
+
+    def is_over(self, tokens: Sequence[int]) -> bool:
+        """Whether an answer is complete after tokens, and no token may follow. A token that does not
+        fit ends an answer that is not complete."""
+        matcher = self.matcher.deep_copy()
+        if matcher.try_consume_tokens(list(tokens)) < len(tokens):
+            return False
+        mask, may_end = self.tokenizer.mask(matcher)
+        return may_end and not mask.any()
 
 
-def compile_grammar(grammar: Grammar, tokenizer: Any, vocab_size: int) -> CompiledGrammar:
+def compile_grammar(grammar: Grammar, tokenizer: GrammarTokenizer) -> CompiledGrammar:
     """Compile a grammar.
-
-    Args:
-        grammar: the grammar.
-        tokenizer: llguidance's tokenizer of the model.
-        vocab_size: the number of tokens of the model.
 
     Raises:
         ArgumentError: the grammar is invalid, or no answer can follow it.
     """
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(tokenizer, _for_llguidance(grammar), log_level=0)
+    matcher = LLMatcher(tokenizer.tokenizer, _for_llguidance(grammar), log_level=0)
     _check_matcher(matcher, grammar)
     # The first mask is the same for every answer, and often the slowest.
-    mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
-    _fill_mask(matcher, mask, grammar)
-    if not mask.any():
-        raise invalid_grammar("no text follows it")
-    return CompiledGrammar(grammar, matcher, mask)
-
-
-def _fill_mask(matcher: Any, mask: Array, grammar: Grammar) -> None:
-    """Write the mask of the next token.
-
-    Args:
-        matcher: llguidance's matcher.
-        mask: [1, W] int32, the mask to write.
-        grammar: the grammar of the matcher.
-
-    Raises:
-        ArgumentError: as `_check_matcher`.
-    """
-    from llguidance import numpy
-
-    numpy.fill_next_token_bitmask(matcher, mask, 0)
+    mask, may_end = tokenizer.mask(matcher)
     _check_matcher(matcher, grammar)
+    if not may_end and not mask.any():
+        raise invalid_grammar("no text follows it")
+    return CompiledGrammar(grammar, tokenizer, matcher, mask, may_end)
 
 
 def _check_matcher(matcher: Any, grammar: Grammar) -> None:
@@ -385,22 +520,9 @@ def _check_matcher(matcher: Any, grammar: Grammar) -> None:
         raise grammar.refusal(matcher.get_error())
 
 
-class TokenizerArguments(TypedDict):
-    """The arguments of llguidance.LLTokenizer.
-
-    Attributes:
-        tokenizer: the content of tokenizer.json.
-        n_vocab: the number of tokens of the model.
-        eos_token: the ids of the model's stop tokens.
-    """
-
-    tokenizer: str
-    n_vocab: int
-    eos_token: list[int]
-
-
 class GrammarGuide:
-    """Writes the mask of each next token of an answer. It is the `allowed_tokens` of a request.
+    """Writes the masks of the next tokens of a batch of answers. It is the `allowed_tokens` of a
+    call.
 
     The first mask is computed with the grammar. Each later mask depends on the token before it, and
     the step that samples the next token needs it, because the graph filters and draws by itself: so
@@ -408,29 +530,45 @@ class GrammarGuide:
     loop goes on.
     """
 
-    def __init__(self, compiled: CompiledGrammar, row: int = 0) -> None:
+    def __init__(
+        self, grammars: Sequence[CompiledGrammar | None], stop_ids: Sequence[Sequence[int]]
+    ) -> None:
         """
         Args:
-            compiled: the grammar of the answer.
-            row: the row of the answer in its batch.
+            grammars: the grammar of each row; None for any text.
+            stop_ids: the stop tokens of each row. They are allowed where an answer may end, and
+                nowhere else.
         """
-        self._compiled = compiled
-        self._row = row
-        self._matcher: Any = None
+        self._grammars = grammars
+        self._stop_ids = stop_ids
+        self._matchers = {
+            row: grammar.matcher.deep_copy()
+            for row, grammar in enumerate(grammars)
+            if grammar is not None
+        }
 
     def __call__(self, step: Step | None, mask: Array) -> None:
-        """Write the mask of the next token.
+        """Write the masks of the next tokens.
 
         Args:
-            step: the step that sampled the last token; None before the first token.
-            mask: [1, W] int32, the mask to write.
+            step: the step that sampled the last tokens; None before the first tokens.
+            mask: [B, W] int32, the masks to write.
         """
-        if step is None:
-            mask[:] = self._compiled.mask
-            return
-        if self._matcher is None:
-            self._matcher = self._compiled.matcher.deep_copy()
-        if step.emitted[self._row] and step.status[self._row] == RUNNING:
-            self._matcher.consume_token(int(step.tokens[self._row]))
-            _check_matcher(self._matcher, self._compiled.grammar)
-            _fill_mask(self._matcher, mask, self._compiled.grammar)
+        for row, grammar in enumerate(self._grammars):
+            if grammar is None:
+                continue
+            if step is None:
+                self._write(row, mask, grammar.mask, grammar.may_end)
+            elif step.emitted[row] and step.status[row] == RUNNING:
+                matcher = self._matchers[row]
+                matcher.consume_token(int(step.tokens[row]))
+                _check_matcher(matcher, grammar.grammar)
+                allowed, may_end = grammar.tokenizer.mask(matcher)
+                _check_matcher(matcher, grammar.grammar)
+                self._write(row, mask, allowed, may_end)
+
+    def _write(self, row: int, mask: Array, allowed: Array, may_end: bool) -> None:
+        """Write the mask of a row."""
+        mask[row] = allowed[0]
+        for token in self._stop_ids[row]:
+            _set_bit(mask[row : row + 1], token, may_end)

@@ -123,6 +123,9 @@ class Call:
         fill: the token id after a row's end, and before a shorter prompt; by default the package's
             pad token.
         bos: the token id that replaces an empty prompt; by default the package's.
+        stops: the stop tokens of prompts that are no chats, if their parameters name none; by
+            default the package's.
+        chat_stops: the same of chats.
         chat: the options of chat messages.
         allowed_token_ids: the ids of the tokens that may be sampled; None for all. Needs the feature
             `allowed_tokens` or `grammars`.
@@ -150,6 +153,8 @@ class Call:
     pad: int | None = None
     fill: int | None = None
     bos: int | None = None
+    stops: Sequence[int] | None = None
+    chat_stops: Sequence[int] | None = None
     chat: ChatOptions | None = None
     tokenizer: Any = field(default=None, metadata=_keyword())
     seed: Any = field(default=None, metadata=_keyword())
@@ -195,6 +200,7 @@ _BATCH_KEYWORDS: Final = frozenset(
     {"streamer", "prefill_chunk_size", "flush_every", "double_buffering"}
 )
 _SPECIAL_TOKENS: Final = ("pad_token_id", "bos_token_id")
+_STOPS: Final = "eos_token_id"
 _SAMPLING_KEYWORDS: Final = frozenset({"do_sample", *OFF_VALUES})
 # Fields of a generation_config that are refused in the caller's only: the model's own file may
 # have them, too.
@@ -222,8 +228,12 @@ def read_call(
     own: Mapping[str, Any],
     token_ids: TokenIds,
     vocab_size: int,
+    file_stops: Any = None,
 ) -> Call:
     """The arguments of a call of `generate` as a `Call`.
+
+    Other prompts than chats end as in transformers: at the stop tokens of the generation_config.
+    Chats also end at those that the package has in addition.
 
     Args:
         inputs: the prompts; None for a single empty prompt, or if `keywords` have them.
@@ -234,6 +244,8 @@ def read_call(
             precedence. If `params` are given, only the special tokens count.
         token_ids: the package's special tokens.
         vocab_size: the number of the model's token ids.
+        file_stops: the eos_token_id of the model's file, from which `own` may differ by now: a
+            caller's stop tokens are those of chats, too.
 
     Raises ValueError for an unknown or unsupported keyword, and for a wrong value.
     """
@@ -249,12 +261,18 @@ def read_call(
         if name in given:
             changes[name] = _token_id(name, given.pop(name), vocab_size)
     settings = layered(own, changes)
-    take_stop_tokens(given, settings.get("eos_token_id", token_ids.eos))
+    # vLLM also counts the tokenizer's ending among the model's.
+    is_of_file = settings.get(_STOPS) == file_stops
+    take_stop_tokens(given, token_ids.eos if is_of_file else settings.get(_STOPS))
 
     chat = _take_chat_options(given)
     inputs, attention_mask = _take_inputs(inputs, given)
     values = _take_fields(given, {} if params is not None else settings)
-    first_stop = _first_id(given.get("eos_token_id", settings.get("eos_token_id")))
+    first_stop = _first_id(given.get(_STOPS, settings.get(_STOPS)))
+    stops = _own_stops(own)
+    is_of_file = own.get(_STOPS) == file_stops
+    if _STOPS not in changes:
+        settings.pop(_STOPS, None)  # `stops` and `chat_stops` have them.
     params = _sampling_params(params, settings, without_refused(GENERATE, given))
 
     pad = _id_setting(settings, "pad_token_id")
@@ -263,9 +281,11 @@ def read_call(
         params=params,
         attention_mask=attention_mask,
         # transformers' rule: a pad token that also ends a row may be text, so it is read.
-        pad=None if pad in _stop_ids(params, token_ids) else pad,
+        pad=None if pad in _stop_ids(params, token_ids.eos if stops is None else stops) else pad,
         fill=first_stop if pad is None else pad,
         bos=_id_setting(settings, "bos_token_id"),
+        stops=stops,
+        chat_stops=None if is_of_file else stops,
         chat=chat,
         **values,
     )
@@ -349,14 +369,21 @@ def _take_inputs(inputs: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     return ([[]] if inputs is None else inputs), mask
 
 
+def _own_stops(own: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The stop tokens of the model's generation_config; None if it has none. Raises ValueError."""
+    settings = {_STOPS: own[_STOPS]} if _STOPS in own else {}
+    return SamplingParams.from_generation_config(settings).eos_token_id
+
+
 def _stop_ids(
-    params: SamplingParams | Sequence[SamplingParams], token_ids: TokenIds
+    params: SamplingParams | Sequence[SamplingParams], default_stops: Sequence[int]
 ) -> frozenset[int]:
-    """The token ids that end a row of the call."""
+    """The token ids that end a row of token ids of the call. default_stops: those of parameters
+    that name none."""
     rows = [params] if isinstance(params, SamplingParams) else params
     found: set[int] = set()
     for row in rows:
-        found.update(token_ids.eos if row.eos_token_id is None else row.eos_token_id)
+        found.update(default_stops if row.eos_token_id is None else row.eos_token_id)
     return frozenset(found)
 
 
@@ -400,11 +427,13 @@ class Prompt(NamedTuple):
         ids: [n] int64, n >= 1, the tokens that the model reads.
         given: [m] int64, the same tokens and their padding.
         images: the prompt's images; None without any.
+        is_chat: whether the prompt is chat messages.
     """
 
     ids: Array
     given: Array
     images: ImagePrompt | None = None
+    is_chat: bool = False
 
     @property
     def identities(self) -> Array:
@@ -468,7 +497,7 @@ def parse_prompts(
         check_token_ids(f"prompt {index}", given, vocab_size)
         with _naming_prompt(index, count):
             image_prompt = reader.prompt(ids, processed_images[index])
-        prompts.append(Prompt(ids, given, image_prompt))
+        prompts.append(Prompt(ids, given, image_prompt, is_chat(items[index])))
     return prompts
 
 

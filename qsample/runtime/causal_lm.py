@@ -204,11 +204,12 @@ class CausalLM(ModelMethods):
         self.interface: Interface = package.interface
         self.features = self.interface.features
         self.tokenizer = Tokenizer.of(package)
-        self.grammars = Grammars(self.interface, self.tokenizer, package.manifest.token_ids.eos)
+        self.grammars = Grammars(self.interface, self.tokenizer)
         self.config = ModelConfig(package.read_json("config.json"))
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         # The settings that were applied last, and those of them that the package applies.
         self._applied: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._file_stops = self._generation_config.eos_token_id
         self.sessions = sessions
         compilation = package.manifest.compilation
         self._ctx_len = compilation.ctx_len if compilation else ctx_len
@@ -440,7 +441,13 @@ class CausalLM(ModelMethods):
             options.pop("stop_strings", None)
         token_ids = self.package.manifest.token_ids
         return read_call(
-            inputs, params, options, self.applied_settings, token_ids, self.interface.vocab_size
+            inputs,
+            params,
+            options,
+            self.applied_settings,
+            token_ids,
+            self.interface.vocab_size,
+            self._file_stops,
         )
 
     @property

@@ -27,6 +27,7 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import ArgumentError, shown
 from qsample.package.manifest import TokenIds
+from qsample.request.grammar import CompiledGrammar, GrammarGuide
 from qsample.request.repetition import RepetitionDetector
 from qsample.request.sampling_params import (
     INT32_MAX,
@@ -43,10 +44,10 @@ from qsample.request.text.generated_text import (
 )
 from qsample.request.text.tokenizer import Tokenizer, choose_tokenizer
 from qsample.runtime.adapters import Adapter
-from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
+from qsample.runtime.call import Call, Prompt, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
-from qsample.runtime.sequence import Delivery, Sequence, SequenceImages, SequenceRequest
+from qsample.runtime.sequence import AnyGrammar, Delivery, Sequence, SequenceImages, SequenceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,34 +104,40 @@ def make_sequences(
             "stop_strings are found in the text, and the package has no tokenizer; give "
             "eos_token_id, or tokenizer"
         )
-    masks = _masks(call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS])
+    grammars = _grammars(call.grammar, len(prompts), interface)
+    _check_budget(call.thinking_token_budget, grammars)
+    has_masks_of_grammars = _has_masks(grammars, call.allowed_tokens)
+    has_mask_function = has_masks_of_grammars or callable(call.allowed_tokens)
+    masks = _masks(
+        call.allowed_tokens, len(seeds), interface.sizes[MASK_WORDS], is_written=has_mask_function
+    )
     needs = [
         prompt_params.total_length(len(prompt.ids), prompt.padding)
         for prompt_params, prompt in zip(params, prompts, strict=True)
     ]
     slot_capacity = capacity(max(needs))
     fitted = _fit_params(params, interface, tokenizer, adapters)
-    has_mask_function = callable(call.allowed_tokens)
     output_names = _output_names(call.outputs, interface)
     expected_tokens = _expected_tokens(call.prediction, interface, tokenizer, len(prompts))
-    grammars = _grammars(call.grammar, len(prompts), interface)
-    _check_budget(call.thinking_token_budget, grammars)
     sequences: list[Sequence] = []
     for row, seed in enumerate(seeds):
         index = row // rows_per_prompt
         prompt = prompts[index]
+        stops = call.chat_stops if prompt.is_chat else call.stops
         try:
             parameters = parameter_row(
                 interface,
                 fitted[index].params,
                 len(prompt.ids),
                 slot_capacity,
-                token_ids.eos,
+                token_ids.eos if stops is None else stops,
                 padding=prompt.padding,
                 allowed_tokens=None if masks is None else masks[row],
                 thinking_token_budget=call.thinking_token_budget,
             )
-            _check_room(grammars[index], parameters, len(prompt.ids))
+            grammar = grammars[index]
+            if isinstance(grammar, TokenGrammar):
+                grammar = _fitted_grammar(grammar, parameters, len(prompt.ids))
         except ValueError as error:
             if len(prompts) == 1:
                 raise
@@ -138,19 +145,6 @@ def make_sequences(
         if has_mask_function and PROMPT_LOOKUP.name in parameters:
             # The function has to see each token before the next one is sampled.
             parameters[PROMPT_LOOKUP.name] = np.array(0, np.int32)
-        text = None
-        if tokenizer is not None:
-            context = prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist()
-            text = GeneratedText(
-                tokenizer,
-                context,
-                stop_strings,
-                skip_special_tokens=call.skip_special_tokens,
-                include_stop_str_in_output=call.include_stop_str_in_output,
-            )
-        repetitions = None
-        if call.repetition_detection is not None:
-            repetitions = RepetitionDetector(call.repetition_detection)
         request = SequenceRequest(
             prompt=prompt.ids,
             parameters=parameters,
@@ -162,14 +156,46 @@ def make_sequences(
             expected_tokens=None if has_mask_function else expected_tokens,
             adapter=fitted[index].adapter,
             output_names=output_names,
-            grammar=grammars[index],
+            grammar=grammar,
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
-        sequences.append(Sequence(request, Delivery(text, repetitions), images))
+        delivery = _delivery(call, prompt, tokenizer, stop_strings)
+        sequences.append(Sequence(request, delivery, images))
     if not has_mask_function:
         return sequences, None
     assert masks is not None
-    return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+    function = _guide_of(sequences) if has_masks_of_grammars else call.allowed_tokens
+    return sequences, Guide(function, sequences, masks, token_ids.pad)
+
+
+def _delivery(
+    call: Call, prompt: Prompt, tokenizer: Tokenizer | None, stop_strings: tuple[str, ...]
+) -> Delivery:
+    """What a sequence's tokens become for its reader."""
+    text = None
+    if tokenizer is not None:
+        context = prompt.ids[-PROMPT_CONTEXT_TOKENS:].tolist()
+        text = GeneratedText(
+            tokenizer,
+            context,
+            stop_strings,
+            skip_special_tokens=call.skip_special_tokens,
+            include_stop_str_in_output=call.include_stop_str_in_output,
+        )
+    repetitions = None
+    if call.repetition_detection is not None:
+        repetitions = RepetitionDetector(call.repetition_detection)
+    return Delivery(text, repetitions)
+
+
+def _guide_of(sequences: list[Sequence]) -> GrammarGuide:
+    """The function that writes the masks of sequences whose grammars have no tables."""
+    requests = [sequence.request for sequence in sequences]
+    grammars = [
+        request.grammar if isinstance(request.grammar, CompiledGrammar) else None
+        for request in requests
+    ]
+    return GrammarGuide(grammars, [request.stop_ids for request in requests])
 
 
 def _with_allowed_ids(call: Call, interface: Interface, token_ids: TokenIds) -> Call:
@@ -198,17 +224,31 @@ def _with_allowed_ids(call: Call, interface: Interface, token_ids: TokenIds) -> 
             name,
         )
 
-    def with_own_stops(params: SamplingParams) -> SamplingParams:
-        """A grammar says when stop tokens may come, but not which of them, so the others go."""
-        stops = token_ids.eos if params.eos_token_id is None else params.eos_token_id
-        return replace(params, eos_token_id=tuple(stop for stop in stops if stop in allowed))
+    grammar = TokenGrammar.of_tokens(allowed, interface.vocab_size)
+    return replace(_with_stops_among(allowed, call, token_ids.eos), grammar=grammar)
+
+
+def _with_stops_among(
+    allowed: abc.Collection[int], call: Call, default_stops: abc.Sequence[int]
+) -> Call:
+    """A call without the stop tokens that are not allowed: a grammar says when stop tokens may come,
+    but not which of them. default_stops: the stop tokens of the package."""
+
+    def chosen(stops: abc.Iterable[int] | None) -> tuple[int, ...]:
+        listed = default_stops if stops is None else stops
+        return tuple(stop for stop in listed if stop in allowed)
+
+    def with_chosen(params: SamplingParams) -> SamplingParams:
+        stops = params.eos_token_id
+        return params if stops is None else replace(params, eos_token_id=chosen(stops))
 
     if isinstance(call.params, SamplingParams):
-        params: Any = with_own_stops(call.params)
+        params: Any = with_chosen(call.params)
     else:
-        params = [with_own_stops(one) for one in call.params]
-    grammar = TokenGrammar.of_tokens(allowed, interface.vocab_size)
-    return replace(call, grammar=grammar, params=params)
+        params = [with_chosen(one) for one in call.params]
+    return replace(
+        call, params=params, stops=chosen(call.stops), chat_stops=chosen(call.chat_stops)
+    )
 
 
 def _mask_of(allowed: abc.Collection[int], words: int) -> Array:
@@ -340,13 +380,14 @@ def find_adapter(
     raise ArgumentError(f"adapter is {shown(name)}, and {remedy}", "adapter")
 
 
-def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
+def _masks(allowed_tokens: Any, rows: int, words: int, *, is_written: bool) -> Array | None:
     """The masks of the rows.
 
     Args:
-        allowed_tokens: a bitmask, a function that writes bitmasks, or None.
+        allowed_tokens: a bitmask, or None.
         rows: B, the number of rows.
         words: W, the number of words of a mask.
+        is_written: whether a function writes the masks.
 
     Returns:
         [B, W] int32, all bits set for a function; None if every token may be sampled.
@@ -354,10 +395,10 @@ def _masks(allowed_tokens: Any, rows: int, words: int) -> Array | None:
     Raises:
         ValueError: If the mask has another dtype or shape.
     """
+    if is_written:
+        return np.full((rows, words), -1, dtype=np.int32)
     if allowed_tokens is None:
         return None
-    if callable(allowed_tokens):
-        return np.full((rows, words), -1, dtype=np.int32)
     mask = read_array("allowed_tokens", allowed_tokens)
     if mask.dtype != np.int32 or mask.shape not in ((words,), (rows, words)):
         raise ValueError(
@@ -507,7 +548,7 @@ def _deadline(prompt_length: int, thinking_token_budget: int | None) -> Array:
     return _scalar(min(prompt_length + thinking_token_budget, INT32_MAX), GRAMMAR_DEADLINE.dtype)
 
 
-def _grammars(given: Any, prompts: int, interface: Interface) -> list[TokenGrammar | None]:
+def _grammars(given: Any, prompts: int, interface: Interface) -> list[AnyGrammar | None]:
     """The grammar of each prompt; None for any text. Raises ValueError.
 
     Args:
@@ -515,7 +556,7 @@ def _grammars(given: Any, prompts: int, interface: Interface) -> list[TokenGramm
         prompts: the number of prompts.
         interface: the interface of the package.
     """
-    if given is None or isinstance(given, TokenGrammar):
+    if given is None or isinstance(given, AnyGrammar):
         chosen = [given] * prompts
     elif isinstance(given, abc.Sequence) and len(given) == prompts:
         chosen = list(given)
@@ -529,8 +570,32 @@ def _grammars(given: Any, prompts: int, interface: Interface) -> list[TokenGramm
 
 def _check_grammar(grammar: Any, interface: Interface) -> None:
     """Raise ValueError unless a package takes a grammar."""
-    if not isinstance(grammar, TokenGrammar):
+    if isinstance(grammar, TokenGrammar):
+        _check_tables(grammar, interface)
+        vocab_size = len(grammar.classes)
+    elif isinstance(grammar, CompiledGrammar):
+        vocab_size = grammar.tokenizer.vocab_size
+    else:
         refuse("grammar", grammar, "a result of CausalLM.grammar")
+    if vocab_size != interface.vocab_size:
+        raise ValueError(
+            f"the grammar is for {vocab_size} tokens, and the model has {interface.vocab_size}; make "
+            "it with this package"
+        )
+
+
+def _has_masks(grammars: list[AnyGrammar | None], allowed_tokens: Any) -> bool:
+    """Whether a grammar writes masks. Raises ValueError if the caller gives masks, too."""
+    has_masks = any(isinstance(grammar, CompiledGrammar) for grammar in grammars)
+    if has_masks and allowed_tokens is not None:
+        raise ValueError(
+            "allowed_tokens is given with a grammar that writes the masks itself; give either"
+        )
+    return has_masks
+
+
+def _check_tables(grammar: TokenGrammar, interface: Interface) -> None:
+    """Raise ValueError unless a package takes tables of that size."""
     if not interface.features.grammars:
         raise ValueError(
             "a grammar is given, and the package was exported without grammars; export the model "
@@ -541,49 +606,41 @@ def _check_grammar(grammar: Any, interface: Interface) -> None:
             f"the grammar has a table of {grammar.transitions.nbytes} bytes, and may have "
             f"{MAX_TABLE_BYTES}; give a smaller one"
         )
-    vocab_size = len(grammar.classes)
-    if vocab_size != interface.vocab_size:
-        raise ValueError(
-            f"the grammar is for {vocab_size} tokens, and the model has {interface.vocab_size}; make "
-            "it with this package"
-        )
 
 
-def _check_budget(budget: int | None, grammars: list[TokenGrammar | None]) -> None:
+def _check_budget(budget: int | None, grammars: list[AnyGrammar | None]) -> None:
     """Raise ValueError if a budget is given for thoughts that no grammar knows."""
     if budget is None:
         return
-    if not all(grammar is not None and grammar.has_thoughts for grammar in grammars):
+    if not all(isinstance(one, TokenGrammar) and one.has_thoughts for one in grammars):
         raise ValueError(
             "thinking_token_budget is given, and the grammar does not know the thoughts of the "
             "model; make it with CausalLM.grammar(thoughts=...), or leave the budget out"
         )
 
 
-def _check_room(
-    grammar: TokenGrammar | None, parameters: abc.Mapping[str, Array], prompt_length: int
-) -> None:
-    """Raise ValueError if no answer that follows a grammar fits a row."""
-    if grammar is None:
-        return
-    room = int(parameters["max_length"]) - prompt_length
-    if room < grammar.shortest:
-        raise ArgumentError(
-            f"an answer may have {room} tokens, and the shortest that follows the grammar has "
-            f"{grammar.shortest}, its stop token included; allow at least {grammar.shortest}",
-            "max_new_tokens",
-        )
+def _fitted_grammar(
+    grammar: TokenGrammar, parameters: abc.Mapping[str, Array], prompt_length: int
+) -> TokenGrammar:
+    """The grammar of a row, with or without a stop token. Raises ArgumentError if no answer that
+    follows it fits the row."""
     if grammar.shortest and int(parameters["min_length"]) > prompt_length:
         raise ArgumentError(
             "min_new_tokens or min_length is given with a grammar, which says itself where an answer "
             "may end; leave it out",
             "min_new_tokens",
         )
-    if grammar.shortest and not (parameters["stop_ids"] >= 0).any():
+    has_stop = bool((parameters["stop_ids"] >= 0).any())
+    fitted = grammar if has_stop else grammar.without_stop
+    room = int(parameters["max_length"]) - prompt_length
+    if room < fitted.shortest:
+        counted = ", its stop token included" if has_stop else ""
         raise ArgumentError(
-            "a grammar is given and no stop token, with which its answers end; give eos_token_id",
-            "eos_token_id",
+            f"an answer may have {room} tokens, and the shortest that follows the grammar has "
+            f"{fitted.shortest}{counted}; allow at least {fitted.shortest}",
+            "max_new_tokens",
         )
+    return fitted
 
 
 def _field_value(spec: TensorSpec, params: SamplingParams, vocab_size: int) -> Array:

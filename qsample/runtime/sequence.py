@@ -11,8 +11,17 @@ from typing import Final
 import numpy as np
 
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import DRAFT_IDS, RUNNING, STATUS_NAMES, STOPPED
+from qsample.contract.tensors import (
+    DRAFT_IDS,
+    GRAMMAR_DEADLINE,
+    INVALID_LOGITS,
+    LENGTH,
+    RUNNING,
+    STATUS_NAMES,
+    STOPPED,
+)
 from qsample.images.prompt import ImagePrompt
+from qsample.request.grammar import CompiledGrammar
 from qsample.request.repetition import RepetitionDetector
 from qsample.request.structured.tables import TokenGrammar
 from qsample.request.text.generated_text import GeneratedText
@@ -132,6 +141,10 @@ class DraftStats:
 NO_DRAFTS: Final = DraftStats()
 
 
+# A grammar for the graph, or for masks.
+AnyGrammar = TokenGrammar | CompiledGrammar
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceRequest:
     """A prompt and how to continue it, as the caller asked. Nothing changes it.
@@ -148,7 +161,7 @@ class SequenceRequest:
             step; None if only the graph guesses.
         adapter: the adapter with which the tokens are read and sampled; None for none.
         output_names: the names of the optional outputs to return.
-        grammar: the grammar that the answer follows; None for any text.
+        grammar: the grammar that the answer follows, for the graph or for masks; None for any text.
     """
 
     prompt: Array
@@ -161,7 +174,38 @@ class SequenceRequest:
     expected_tokens: Array | None = None
     adapter: Adapter | None = None
     output_names: tuple[str, ...] = ()
-    grammar: TokenGrammar | None = None
+    grammar: AnyGrammar | None = None
+
+    @property
+    def tables(self) -> TokenGrammar | None:
+        """The grammar that the graph follows; None for masks, and for any text."""
+        return self.grammar if isinstance(self.grammar, TokenGrammar) else None
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end the sequence."""
+        ids = self.parameters["stop_ids"]
+        return [int(token) for token in ids[ids >= 0]]
+
+    def status_at_end(self, status: int, sampled: abc.Sequence[int]) -> int:
+        """The status of a row that the graph has ended.
+
+        Without a stop token, the graph finds no token where an answer of a grammar is complete and
+        nothing may follow, or ends the row at its limit: such an answer has stopped.
+
+        Args:
+            status: the status of the graph.
+            sampled: all tokens of the answer.
+        """
+        if self.grammar is None or self.stop_ids or status not in (LENGTH, INVALID_LOGITS):
+            return status
+        if isinstance(self.grammar, TokenGrammar):
+            room = self.max_new_tokens - len(sampled)
+            budget = int(self.parameters[GRAMMAR_DEADLINE.name]) - len(self.prompt)
+            is_over = self.grammar.is_over(sampled, room, budget)
+        else:
+            is_over = self.grammar.is_over(sampled)
+        return STOPPED if is_over else status
 
     @cached_property
     def max_length(self) -> int:

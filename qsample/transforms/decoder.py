@@ -307,6 +307,7 @@ class Decoder(nn.Module):
         self.model = model
         self._context = context
         self._recurrent = interface.recurrent
+        self._vocab_size = interface.vocab_size
         names = [spec.name for spec in interface.cache_states]
         self._cache_names = names[: len(names) - len(self._recurrent)]
         self._layers = interface.cache_layers
@@ -366,6 +367,8 @@ class Decoder(nn.Module):
             context.clear()
         # squeeze is a view; indexing would copy the logits.
         logits = output.logits.squeeze(1).to(torch.float32)
+        if logits.shape[-1] > self._vocab_size:
+            logits = logits[:, : self._vocab_size]
         caches = dict(zip(map(retained_name, self._cache_names), present, strict=True))
         return {"logits": logits, **caches, **states}
 

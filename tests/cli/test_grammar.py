@@ -205,8 +205,7 @@ def test_thoughts_are_not_open(forms_package: Path) -> None:
     """A file is for any prompt, so its answers may begin with thoughts, or not."""
     model = load(forms_package)
     made = model.grammar(choice=["yes"], thoughts=("<", ">"))
-    ends = model.package.manifest.token_ids.eos
-    grammars = Grammars(model.interface, model.tokenizer, ends)
+    grammars = Grammars(model.interface, model.tokenizer)
     form = Form("choice", ["yes"])
     assert grammars.tables(Wish(form, Thoughts("<", ">", is_open=False))).key == made.key
     assert grammars.tables(Wish(form, Thoughts("<", ">", is_open=True))).key != made.key

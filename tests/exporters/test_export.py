@@ -20,14 +20,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.checkpoint import Checkpoint, Origin
+from qsample.contract.interface import Features
 from qsample.errors import PackageError, ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import export, parity, portable
-from qsample.exporters.export import _save_model_files, _token_ids
+from qsample.exporters.export import LoadedModel, _save_model_files, _token_ids, export_model
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.disk import space
 from qsample.package.package import read_package
 from qsample.request.text.tokenizer import Tokenizer as RuntimeTokenizer
+from qsample.request.text.tokenizer import warn_of_missing_rows
+from qsample.runtime import load
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import (
     byte_tokenizer,
@@ -139,7 +142,7 @@ def test_tokenizers_reach_the_runtime(
 def test_every_stop_token_of_the_generation_config_is_kept() -> None:
     model = random_model("llama")
     model.generation_config.eos_token_id = [2, 7, 9]
-    assert tuple(_token_ids(model, byte_tokenizer()).eos) == (2, 7, 9)
+    assert tuple(_token_ids(model, byte_tokenizer(), 320).eos) == (2, 7, 9)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_stop_and_pad_tokens_that_the_model_cannot_sample_are_left_out(
     model = random_model("llama")
     model.generation_config.eos_token_id = given  # None: the configuration's, which is 2
     model.generation_config.pad_token_id = model.generation_config.bos_token_id = 100_000
-    ids = _token_ids(model, byte_tokenizer())
+    ids = _token_ids(model, None, 320)
     assert (ids.eos, ids.pad, ids.bos) == (kept, kept[0] if kept else 0, None)
     ids_given = given if isinstance(given, list) else [] if given is None else [given]
     if all(0 <= token < 1000 for token in ids_given):
@@ -184,7 +187,7 @@ def test_a_temperature_of_a_model_that_does_not_sample(tmp_path: Path) -> None:
     (source / "generation_config.json").write_text(json.dumps(settings))
     model = Checkpoint(str(source)).load()
     with pytest.warns(UserWarning, match="eos_token_id 400 is left out"):
-        _token_ids(model, None)
+        _token_ids(model, None, 320)
     _save_model_files(model, None, tmp_path)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     assert {name: saved[name] for name in settings} == settings | {"eos_token_id": [2]}
@@ -211,9 +214,9 @@ def test_ids_of_any_form(given: Any, kept: Any) -> None:
     model.generation_config.bos_token_id = given
     if kept is ...:
         with pytest.raises(QsampleError, match=r"bos_token_id is .* a token id, or a list of ids"):
-            _token_ids(model, None)
+            _token_ids(model, None, 320)
     else:
-        assert _token_ids(model, None).bos == kept
+        assert _token_ids(model, None, 320).bos == kept
 
 
 @pytest.mark.slow
@@ -298,8 +301,9 @@ def test_models_without_a_cache_are_refused_before_tracing(
 
 def test_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoint", "llama", vocab_size=100)
-    with pytest.raises(QsampleError, match=r"tokenizer has 260 tokens .* 100"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").export(tmp_path / "package")
+    loaded = Checkpoint(str(tmp_path / "checkpoint"))
+    with pytest.warns(UserWarning, match=r"the model lacks 160 of .* \(id 100\)"):
+        warn_of_missing_rows(loaded.tokenizer.get_vocab(), 100)  # type: ignore[union-attr]
 
 
 def test_dtype_without_a_kernel(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -473,3 +477,20 @@ def test_memory_that_is_used_up(
     with pytest.raises(MemoryError, match=r"the export ran out of memory .*; end other programs"):
         export_without_sampler(random_model("llama"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci
+def test_a_head_that_is_longer_than_the_embedding(tmp_path: Path) -> None:
+    """transformers cannot go on after a token that its embedding lacks; such a token is never sampled."""
+    model = random_model("mistral", vocab_size=300, sliding_window=8)
+    model.lm_head = torch.nn.Linear(64, 330)
+    model.lm_head.bias.data[310:] = 100.0
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    assert logits.argmax() >= 310
+    package = export_model(
+        LoadedModel(model, byte_tokenizer(), Origin("tiny")), tmp_path / "package", Features()
+    )
+    assert package.interface.vocab_size == 300
+    output = load(package.path).generate([[5, 6, 7]], do_sample=False, max_new_tokens=1)
+    assert output.token_ids == [[int(logits[:300].argmax())]]

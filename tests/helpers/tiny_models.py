@@ -103,6 +103,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=small_packages.byte_tokenizer(), **special)
 
 
+def save_chat_checkpoint(folder: Path, vocab_size: int, eos_token_id: Any) -> Path:
+    """Write a random Llama with a chat template, whose tokenizer has 262 tokens and ends with <|im_end|>, 260."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|im_end|>", "<image>"], special_tokens=True)
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    model = random_model("llama", vocab_size=vocab_size, eos_token_id=eos_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
     """Write a random model and its tokenizer to `folder` as a Hugging Face checkpoint."""
     random_model(model_type, **overrides).save_pretrained(folder)

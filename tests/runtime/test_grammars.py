@@ -54,13 +54,7 @@ def model(adapted_server_package: Path) -> CausalLM:
 def make(model: CausalLM) -> Callable[..., TokenGrammar]:
     """Makes a grammar of an expression, or of thoughts before any text."""
     assert model.tokenizer is not None
-    vocabulary = TokenVocabulary.of(
-        {
-            "tokenizer": model.tokenizer.to_json(),
-            "n_vocab": model.interface.vocab_size,
-            "eos_token": list(model.package.manifest.token_ids.eos),
-        }
-    )
+    vocabulary = TokenVocabulary.of(model.grammars.tokenizer)
 
     @functools.cache
     def made(expression: str | None, thoughts: Thoughts | None = None) -> TokenGrammar:
@@ -439,8 +433,6 @@ def test_refusals(model: CausalLM, make: Callable[..., TokenGrammar], llama_pack
         model.generate("And", thinking_token_budget=3)
     with pytest.raises(ValueError, match="thinking_token_budget is -1; give an integer >= 0"):
         model.generate("And", grammar=choice, thinking_token_budget=-1)
-    with pytest.raises(ValueError, match="no stop token, with which its answers end"):
-        model.generate("And", grammar=choice, eos_token_id=None)
     with pytest.raises(ValueError, match="min_new_tokens or min_length is given with a grammar"):
         model.generate("And", grammar=choice, min_new_tokens=2)
 

@@ -150,7 +150,10 @@ def _bake(
     with package.write_package(out, overwrite=options.overwrite, required_bytes=size) as writer:
         token_ids = settings.token_ids(foreign.vocab_size)
         generation = generation_config(settings, token_ids)
-        write_files(location, generation, foreign.vocab_size, source.tokenizer, writer.directory)
+        end = write_files(
+            location, generation, foreign.vocab_size, source.tokenizer, writer.directory
+        )
+        token_ids = token_ids.ending_at(end, foreign.vocab_size)
         features = with_needed(options.features, generation)
         with graph_errors(location.file):
             baked = rewrite(foreign, features, settings, options.rope, stages)

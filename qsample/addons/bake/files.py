@@ -24,8 +24,8 @@ from qsample.errors import QsampleError
 from qsample.package.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import GENERATION_CONFIG_FILE
-from qsample.request.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE
-from qsample.request.text.tokenizer import TOKENIZER_FILE
+from qsample.request.text.chat import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, special_tokens_of
+from qsample.request.text.tokenizer import TOKENIZER_FILE, warn_of_missing_rows
 
 GENAI_CONFIG: Final = "genai_config.json"
 # transformers' exporter writes both files. Next to the decoder it writes a graph for the first
@@ -404,16 +404,23 @@ def write_files(
     vocab_size: int,
     tokenizer: str | None,
     folder: Path,
-) -> None:
+) -> int | None:
     """Copy configurations and tokenizer (as in `qsample.bake`) into `folder`, and write the
-    generation_config. Raises QsampleError for a tokenizer that does not fit."""
+    generation_config.
+
+    Returns:
+        The tokenizer's end-of-text token; None without one.
+
+    Raises:
+        QsampleError: the tokenizer cannot be read.
+    """
     if (config := location.find(_CONFIG)) is not None:
         shutil.copyfile(config, folder / _CONFIG)
     (folder / GENERATION_CONFIG_FILE).write_text(
         json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
     if tokenizer is None:
-        return
+        return None
     source = (
         location
         if tokenizer == "auto"
@@ -429,12 +436,14 @@ def write_files(
             "has one",
             stacklevel=5,
         )
-        return
+        return None
     for name in _TOKENIZER_FILES:
         if (path := source.find(name)) is not None:
             shutil.copyfile(path, folder / name)
-    source.read(TOKENIZER_CONFIG_FILE)  # is it one?
-    _check_tokenizer(folder / TOKENIZER_FILE, vocab_size)
+    tokens = special_tokens_of(source.read(TOKENIZER_CONFIG_FILE))
+    vocabulary = _read_vocabulary(folder / TOKENIZER_FILE)
+    warn_of_missing_rows(vocabulary, vocab_size)
+    return vocabulary.get(tokens.get("eos_token", ""))
 
 
 def generation_config(settings: Settings, token_ids: TokenIds) -> dict[str, Any]:
@@ -478,13 +487,10 @@ def _searched(settings: Settings) -> dict[str, Any]:
     return own
 
 
-def _check_tokenizer(path: Path, vocab_size: int) -> None:
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Every token of a tokenizer.json, and its id. Raises QsampleError."""
     try:
-        size = Tokenizer.from_file(str(path)).get_vocab_size()
+        vocabulary: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(True)
     except Exception as error:  # tokenizers raises Exception itself
         raise QsampleError(f"{path.name} cannot be read: {error}") from error
-    if size > vocab_size:
-        raise QsampleError(
-            f"the tokenizer has {size} tokens and the decoder's head only {vocab_size}; give the tokenizer that "
-            "belongs to it, with tokenizer= (--tokenizer)"
-        )
+    return vocabulary

@@ -458,9 +458,11 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt, or messages")
         if body.prompt is not None:
-            (tokens,) = await self._encode(model, [body.prompt], body.add_special_tokens)
+            (tokens,) = await self._encode(
+                model, [body.prompt], body.add_special_tokens, any_token=True
+            )
         else:
-            tokens, _ = await self._encode_chat(model, body, True)
+            tokens, _ = await self._encode_chat(model, body, True, any_token=True)
         make_answer = partial(_token_response, model, tokens, with_texts=body.return_token_strs)
         if len(tokens) > LONG_TEXT:
             return await asyncio.to_thread(make_answer)
@@ -469,7 +471,7 @@ class _Server:
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         model = self._served().find(body.model)
-        model.check_ids(body.tokens)
+        model.check_ids(body.tokens, any_token=True)
         decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
         if len(body.tokens) > LONG_TEXT:
             text = await asyncio.to_thread(decode)
@@ -482,15 +484,23 @@ class _Server:
         return self.models
 
     async def _encode(
-        self, model: ServedModel, prompts: Sequence[str | list[int]], add_special_tokens: bool
+        self,
+        model: ServedModel,
+        prompts: Sequence[str | list[int]],
+        add_special_tokens: bool,
+        *,
+        any_token: bool = False,
     ) -> list[list[int]]:
-        """The token ids of prompts. Long texts are encoded on another thread."""
+        """The token ids of prompts. Long texts are encoded on another thread. any_token: whether
+        texts may have tokens that the model lacks."""
 
         def encode() -> list[list[int]]:
             encoded: list[list[int]] = []
             for prompt in prompts:
                 if isinstance(prompt, str):
-                    prompt = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                    tokenizer = model.tokenizer
+                    encode_text = tokenizer.tokenize if any_token else tokenizer.encode
+                    prompt = encode_text(prompt, add_special_tokens=add_special_tokens)
                 encoded.append(prompt)
             return encoded
 
@@ -511,6 +521,8 @@ class _Server:
         body: ChatPrompt,
         with_tools: bool,
         check_text: Callable[[str], object] = str,
+        *,
+        any_token: bool = False,
     ) -> tuple[list[int], list[ProcessedImage]]:
         """The tokens of a conversation, and its images.
 
@@ -519,6 +531,7 @@ class _Server:
             body: the conversation.
             with_tools: whether the text describes the tools.
             check_text: a function that checks the text before it is encoded.
+            any_token: whether the text may have tokens that the model lacks.
 
         Raises:
             ApiError: the conversation cannot be encoded.
@@ -560,7 +573,7 @@ class _Server:
             images = await loop.run_in_executor(self._image_threads, model.process_images, files)
             text = model.with_placeholders(text, images)
         # The template spells the special tokens out.
-        (tokens,) = await self._encode(model, [text], add_special_tokens=False)
+        (tokens,) = await self._encode(model, [text], add_special_tokens=False, any_token=any_token)
         return tokens, images
 
     async def _with_features(

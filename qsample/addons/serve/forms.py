@@ -30,7 +30,7 @@ class AnswerForm:
         """The arguments of the engine's request for an answer. Each answer needs its own."""
         if self.prepared is None:
             return {}
-        arguments = self.prepared.arguments()
+        arguments: dict[str, Any] = {"grammar": self.prepared.grammar}
         if self.thinking_token_budget is not None:
             arguments["thinking_token_budget"] = self.thinking_token_budget
         return arguments

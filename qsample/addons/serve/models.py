@@ -310,10 +310,6 @@ class ServedModel:
             raise without_feature("grammars", purpose=_FOR_A_FORM)
         if self.model.tokenizer is None:
             raise ApiError(400, f"this package has no tokenizer{_FOR_A_FORM}")
-        if not self.model.package.manifest.token_ids.eos:
-            raise ApiError(
-                400, "this model has no stop token, with which an answer that follows a schema ends"
-            )
         self._check_libraries()
 
     def _check_libraries(self) -> None:
@@ -416,21 +412,27 @@ class ServedModel:
             params: the sampling parameters of the answer.
             limit_field: the field of the request that limits the tokens of the answer.
         """
+        stops = self.ends if params.eos_token_id is None else params.eos_token_id
+        shortest = form.shortest
+        counted = ", its stop token included"
+        if shortest and not stops:
+            shortest -= 1
+            counted = ""
         limit = params.max_new_tokens
-        if limit is not None and limit < form.shortest:
+        if limit is not None and limit < shortest:
             raise ApiError(
                 400,
                 f"{limit_field} is {limit}, and the shortest answer that follows the form has "
-                f"{form.shortest} tokens, its stop token included; give at least {form.shortest}",
+                f"{shortest} tokens{counted}; give at least {shortest}",
                 param=limit_field,
             )
-        room = self.max_model_len - form.shortest
+        room = self.max_model_len - shortest
         if len(prompt) > room:
             remedy = f"give at most {room}" if room >= 0 else "give a form of shorter answers"
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt)} tokens, this model's context {self.max_model_len}, "
-                f"and the shortest answer that follows the form {form.shortest}; {remedy}",
+                f"and the shortest answer that follows the form {shortest}; {remedy}",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -577,9 +579,12 @@ class ServedModel:
         assert processor is not None
         return processor.expand(text, images)
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ApiError for a token id that the model does not have."""
+    def check_ids(self, ids: Sequence[int], *, any_token: bool = False) -> None:
+        """Raise ApiError for a token id that the model does not have. any_token: whether the
+        tokens that only the tokenizer has are valid."""
         vocab_size = self.interface.vocab_size
+        if any_token:
+            vocab_size = max(vocab_size, self.tokenizer.num_ids)
         wrong = next((token for token in ids if token >= vocab_size), None)
         if wrong is not None:
             raise ApiError(

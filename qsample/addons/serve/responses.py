@@ -527,7 +527,7 @@ class ResponseChoice(ChatChoice):
         return events
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        thoughts = self._model.tokenizer.encode(self._thoughts, add_special_tokens=False)
+        thoughts = self._model.tokenizer.tokenize(self._thoughts, add_special_tokens=False)
         usage = output.usage
         return {
             "input_tokens": usage.prompt_tokens,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     CompiledGrammar,
     Form,
-    GrammarGuide,
+    GrammarTokenizer,
     InvalidGrammarError,
     TokenizerArguments,
     compile_grammar,
@@ -102,13 +102,13 @@ class PreparedForm:
             return 0
         return self.tables.transitions.nbytes + self.tables.classes.nbytes
 
-    def arguments(self, row: int = 0) -> dict[str, Any]:
-        """The argument of `CausalLM.generate` or `Engine.add_request` for an answer. row: the row
-        of the answer in its batch."""
+    @property
+    def grammar(self) -> TokenGrammar | CompiledGrammar:
+        """The argument of `CausalLM.generate` or `Engine.add_request`."""
         if self.tables is not None:
-            return {"grammar": self.tables}
+            return self.tables
         assert self.masks is not None
-        return {"allowed_tokens": GrammarGuide(self.masks, row)}
+        return self.masks
 
 
 def make_tables(wish: Wish, vocabulary: TokenVocabulary) -> TokenGrammar:
@@ -228,19 +228,15 @@ class Trial:
 class Grammars:
     """The compiled forms of a model. The most recent ones are cached."""
 
-    def __init__(
-        self, interface: Interface, tokenizer: Tokenizer | None, stop_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, interface: Interface, tokenizer: Tokenizer | None) -> None:
         """
         Args:
             interface: the interface of the package.
             tokenizer: the tokenizer of the package; None without one, and then no form compiles.
-            stop_ids: the stop tokens of the model.
         """
         self._interface = interface
         self._model_tokenizer = tokenizer
-        self._stop_ids = list(stop_ids)
-        self._tokenizer: Any = None
+        self._tokenizer: GrammarTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         # The key of a wish → its compilation.
         self._cache: OrderedDict[str, asyncio.Future[PreparedForm]] = OrderedDict()
@@ -371,21 +367,20 @@ class Grammars:
                 f"{remedy}, or give a form that docs/structured-outputs.md lists"
             )
         check_masks(wish.form)
-        masks = compile_grammar(
-            grammar_of(wish.form), self._llguidance_tokenizer, self._interface.vocab_size
-        )
+        masks = compile_grammar(grammar_of(wish.form), self.tokenizer)
         return PreparedForm(tables=None, masks=masks)
 
     @property
-    def _llguidance_tokenizer(self) -> Any:
+    def tokenizer(self) -> GrammarTokenizer:
+        """The tokenizer of the package in llguidance. Raises ArgumentError."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                self._tokenizer = _open_tokenizer(self._tokenizer_arguments())
+                self._tokenizer = GrammarTokenizer.of(self._tokenizer_arguments())
             return self._tokenizer
 
     @cached_property
     def _vocabulary(self) -> TokenVocabulary:
-        return TokenVocabulary.of(self._tokenizer_arguments())
+        return TokenVocabulary.of(self.tokenizer)
 
     def _tokenizer_arguments(self) -> TokenizerArguments:
         if self._model_tokenizer is None:
@@ -393,14 +388,8 @@ class Grammars:
                 "the package has no tokenizer, by which an answer follows a form; export the model "
                 "with its tokenizer"
             )
-        if not self._stop_ids:
-            raise ArgumentError(
-                "this model has no stop token, with which an answer that follows a form ends"
-            )
         return TokenizerArguments(
-            tokenizer=self._model_tokenizer.to_json(),
-            n_vocab=self._interface.vocab_size,
-            eos_token=self._stop_ids,
+            tokenizer=self._model_tokenizer.to_json(), vocab_size=self._interface.vocab_size
         )
 
     def close(self) -> None:
@@ -412,18 +401,6 @@ class Grammars:
             self._idle_trials.get().stop()
 
 
-def _open_tokenizer(arguments: TokenizerArguments) -> Any:
-    """The tokenizer of a model in llguidance. Raises ArgumentError."""
-    from llguidance import LLTokenizer
-
-    try:
-        return LLTokenizer(**arguments)
-    except ValueError as error:
-        raise ArgumentError(
-            f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
-        ) from None
-
-
 def _run_trials() -> None:
     """The process of a `Trial`. Each line of standard input is answered with a line of JSON.
 
@@ -432,8 +409,8 @@ def _run_trials() -> None:
     """
     arguments: TokenizerArguments = json.loads(sys.stdin.readline())
     try:
-        tokenizer = _open_tokenizer(arguments)
-        vocabulary = TokenVocabulary.of(arguments)
+        tokenizer = GrammarTokenizer.of(arguments)
+        vocabulary = TokenVocabulary.of(tokenizer)
     except ArgumentError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
@@ -445,7 +422,7 @@ def _run_trials() -> None:
 
 
 def _trial_answer(
-    message: dict[str, str], tokenizer: Any, vocabulary: TokenVocabulary
+    message: dict[str, str], tokenizer: GrammarTokenizer, vocabulary: TokenVocabulary
 ) -> dict[str, str]:
     """The answer to a message of the parent process."""
     try:
@@ -454,7 +431,7 @@ def _trial_answer(
             return {"tables": base64.b64encode(tables.to_bytes()).decode("ascii")}
         form = Wish.of_key(message["masks"]).form
         assert form is not None
-        compile_grammar(grammar_of(form), tokenizer, vocabulary.size)
+        compile_grammar(grammar_of(form), tokenizer)
     except NotRegularError as error:
         return {"not_regular": error.reason}
     except ArgumentError as error:

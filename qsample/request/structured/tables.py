@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
@@ -101,6 +101,38 @@ class TokenGrammar:
     def has_thoughts(self) -> bool:
         """Whether answers may begin with thoughts, whose number of tokens a budget can limit."""
         return bool((self.late != np.arange(len(self.late))).any())
+
+    @cached_property
+    def without_stop(self) -> TokenGrammar:
+        """The tables for rows without a stop token: their distances do not count one. Such a row
+        has no token left where an answer is complete and nothing may follow."""
+        return replace(
+            self, distances=np.where(self.distances > 0, self.distances - 1, self.distances)
+        )
+
+    def is_over(self, tokens: Sequence[int], room: int, budget: int) -> bool:
+        """Whether an answer without a stop token is complete after tokens, and no token may follow.
+
+        Args:
+            tokens: the tokens of the answer.
+            room: the number of tokens that may follow at most; at least 1 in any case, as in the
+                graph.
+            budget: the number of tokens from which on late states replace states.
+        """
+        state = START_ROW
+        for number, token in enumerate(tokens):
+            state = self._state_at(state, number, budget)
+            state = int(self.transitions[state, self.classes[token]])
+            if state < 0:
+                return False
+        state = self._state_at(state, len(tokens), budget)
+        following = self.transitions[state]
+        goes_on = (following >= 0) & (self.distances[following] < max(room, 1))
+        return bool(self.distances[state] == 0 and not goes_on.any())
+
+    def _state_at(self, state: int, number: int, budget: int) -> int:
+        """A state after so many tokens, or the late state that replaces it."""
+        return int(self.late[state]) if number >= budget else state
 
     @cached_property
     def key(self) -> str:

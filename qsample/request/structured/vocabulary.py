@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from qsample.contract.arrays import Array
-from qsample.errors import ArgumentError
-from qsample.request.grammar import TokenizerArguments
+from qsample.request.grammar import GrammarTokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,44 +61,21 @@ class TokenVocabulary:
     special_ids: Mapping[str, Sequence[int]]
 
     @classmethod
-    def of(cls, arguments: TokenizerArguments) -> TokenVocabulary:
-        """The vocabulary of a tokenizer. It needs llguidance.
+    def of(cls, tokenizer: GrammarTokenizer) -> TokenVocabulary:
+        """The vocabulary of a model.
 
         Special tokens have no bytes, and neither have the ids that the tokenizer lacks. An added
-        token that is not special counts as text.
-
-        Raises:
-            ArgumentError: llguidance cannot read the tokenizer.
+        token that is not special counts as text. llguidance takes those in angle brackets for
+        special tokens, and letters of other scripts in them for single bytes.
         """
-        from llguidance import LLTokenizer
-
-        try:
-            tokenizer = LLTokenizer(**arguments)
-        except ValueError as error:
-            raise ArgumentError(
-                f"this model's tokenizer cannot follow a grammar: {error!s:.200}"
-            ) from None
-        added_tokens = json.loads(arguments["tokenizer"]).get("added_tokens") or []
-        texts = {token["id"]: token["content"] for token in added_tokens if not token["special"]}
-        return cls.of_llguidance(tokenizer, texts)
-
-    @classmethod
-    def of_llguidance(cls, tokenizer: Any, added_texts: Mapping[int, str]) -> TokenVocabulary:
-        """The vocabulary of llguidance's tokenizer of a model.
-
-        Args:
-            tokenizer: llguidance's LLTokenizer.
-            added_texts: the texts of the added tokens that are not special, by their ids.
-                llguidance takes those in angle brackets for special tokens, and letters of other
-                scripts in them for single bytes.
-        """
-        size: int = tokenizer.vocab_size
-        tokens: list[bytes] = [tokenizer.decode_bytes([token]) for token in range(size)]
+        library = tokenizer.tokenizer
+        size = tokenizer.vocab_size
+        tokens: list[bytes] = [library.decode_bytes([token]) for token in range(size)]
         special_ids: dict[str, list[int]] = {}
         for token in range(size):
-            if token in added_texts:
-                tokens[token] = added_texts[token].encode()
-            elif tokenizer.is_special_token(token):
+            if token in tokenizer.added_texts:
+                tokens[token] = tokenizer.added_texts[token].encode()
+            elif library.is_special_token(token):
                 text = tokens[token].decode("utf-8", "replace")
                 tokens[token] = b""
                 # llguidance writes the ids that a tokenizer lacks in the form <[123]>, and takes

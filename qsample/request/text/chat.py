@@ -163,7 +163,7 @@ class ChatTemplates:
             templates = config.get("chat_template")
         reads_images = package.interface.image is not None
         text_only = None if reads_images else f"the package {package.path.name}"
-        return cls(templates, _special_tokens(config), text_only)
+        return cls(templates, special_tokens_of(config), text_only)
 
     def source(self, chat_template: str | None = None, *, tools: bool = False) -> str:
         """The text of a template.
@@ -321,7 +321,7 @@ def _read(package: Package, name: str) -> str:
         raise PackageError(f"cannot read {path}: {error}; export the package again") from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The texts of bos_token, eos_token and so on. Older files have a mapping with `content` for
     each."""
     tokens = {}

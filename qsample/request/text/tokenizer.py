@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,8 +52,21 @@ class Tokenizer:
     >>> tokenizer.decode(tokenizer.encode("In the beginning"))
     """
 
-    def __init__(self, tokenizer: _Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: _Tokenizer,
+        chat_templates: ChatTemplates | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            tokenizer: the tokenizer of the tokenizers library, whose settings change.
+            chat_templates: the chat templates; None without any.
+            vocab_size: V, the number of tokens that the model reads and writes. The tokenizer may
+                have more. None for all tokens.
+        """
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         # Training code may have left truncation and padding in the file. Prompts are read whole.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -63,8 +77,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, package: Package) -> Tokenizer | None:
-        """The package's tokenizer, or None. Raises PackageError if it is damaged, or has more
-        tokens than the model."""
+        """The package's tokenizer, or None. Raises PackageError if it is damaged."""
         if not package.has(TOKENIZER_FILE):
             return None
         path = package.file(TOKENIZER_FILE)
@@ -73,25 +86,31 @@ class Tokenizer:
         except BaseException as error:
             _raise_failure(f"cannot read {path}", error)
             raise
-        size = tokenizer.get_vocab_size(with_added_tokens=True)
-        if size > package.interface.vocab_size:
-            raise PackageError(
-                f"{path} has {size} tokens and the model {package.interface.vocab_size}; export the model with its own "
-                "tokenizer"
-            )
-        return cls(tokenizer, ChatTemplates.of(package))
+        return cls(tokenizer, ChatTemplates.of(package), package.interface.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`.
+        """Token ids of `text` for the model.
 
         Args:
             text: the text to encode.
             add_special_tokens: whether the tokenizer adds its special tokens, such as the
                 beginning-of-text token.
 
-        Raises ValueError for a text that is not valid Unicode, PackageError for a damaged
-        tokenizer.
+        Raises ValueError for a text that is not valid Unicode, or has a token that the model lacks;
+        PackageError for a damaged tokenizer.
         """
+        ids = self.tokenize(text, add_special_tokens=add_special_tokens)
+        if self._vocab_size is not None and max(ids, default=0) >= self._vocab_size:
+            token = next(token for token in ids if token >= self._vocab_size)
+            raise ValueError(
+                f"a text has {shown(self._tokenizer.id_to_token(token))}, token {token} of the tokenizer, and the "
+                f"model has {self._vocab_size} tokens, 0 to {self._vocab_size - 1}, so it cannot read that; leave it "
+                "out of the text"
+            )
+        return ids
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, as `encode`; also those that the model lacks."""
         check_text("a text", text)
         try:
             if len(text) > LONG_TEXT:
@@ -130,6 +149,11 @@ class Tokenizer:
         """Every token and its id."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
+
+    @cached_property
+    def num_ids(self) -> int:
+        """The end of the range of ids that have a token."""
+        return max(self.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def completions(self) -> tuple[list[int], ...]:
@@ -277,7 +301,7 @@ class Tokenizer:
         texts = [self.render_chat(chat, options) for chat in chats]
         if not tokenize:
             return texts if is_batch else texts[0]
-        rows = [self.encode(text, add_special_tokens=False) for text in texts]
+        rows = [self.tokenize(text, add_special_tokens=False) for text in texts]
         return form.of_batch(rows) if is_batch else form.of_row(rows[0])
 
 
@@ -350,7 +374,7 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
         given: the caller's tokenizer: qsample's, transformers' or the tokenizers library's.
         vocab_size: the number of the model's token ids.
 
-    Raises ValueError for anything else, and for a tokenizer with more than `vocab_size` tokens.
+    Raises ValueError for anything else.
     """
     if given is None:
         return own
@@ -363,18 +387,31 @@ def choose_tokenizer(own: Tokenizer | None, given: Any, vocab_size: int) -> Toke
         raise ValueError(
             f"tokenizer is a {type(given).__name__}; give a fast tokenizer of transformers"
         )
-    size = backend.get_vocab_size(with_added_tokens=True)
-    if size > vocab_size:
-        raise ValueError(
-            f"tokenizer has {size} tokens and the model {vocab_size}; give the model's own"
-        )
     if own is not None:
         return own
     templates = ChatTemplates(
         getattr(given, "chat_template", None), getattr(given, "special_tokens_map", None)
     )
     copy = _Tokenizer.from_str(backend.to_str())  # Tokenizer changes its settings.
-    return Tokenizer(copy, templates)
+    return Tokenizer(copy, templates, vocab_size)
+
+
+def warn_of_missing_rows(vocabulary: Mapping[str, int], vocab_size: int) -> None:
+    """Warn of tokens that a model can neither read nor write.
+
+    Args:
+        vocabulary: every token of the tokenizer, and its id.
+        vocab_size: V, the number of tokens of the model.
+    """
+    missing = sorted((token, text) for text, token in vocabulary.items() if token >= vocab_size)
+    if missing:
+        first, text = missing[0]
+        warnings.warn(
+            f"the model lacks {len(missing)} of the tokenizer's tokens, from {shown(text)} (id {first}) on: its ids "
+            f"are 0 to {vocab_size - 1}. A text with such a token will be refused; give the model's own tokenizer if "
+            "this is another one",
+            stacklevel=3,
+        )
 
 
 def _raise_failure(what: str, error: BaseException) -> None:

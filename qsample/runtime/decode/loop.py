@@ -334,7 +334,7 @@ class DecodeLoop:
             reused=sequence.placement.tokens_reused,
             adapter=sequence.placement.adapter_place,
             images=None if sequence.images is None else sequence.images.prompt,
-            grammar=sequence.request.grammar,
+            grammar=sequence.request.tables,
         )
         copy = admission.copy
         if copy.source != slot:
@@ -503,7 +503,7 @@ class DecodeLoop:
                 continue
             progress = sequence.progress
             progress.sampled += result.tokens
-            progress.status = result.status
+            progress.status = sequence.request.status_at_end(result.status, progress.sampled)
             if result.drafts is not None:
                 progress.drafts = result.drafts
             if result.status == RUNNING:

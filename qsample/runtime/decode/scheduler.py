@@ -270,7 +270,7 @@ class Scheduler:
         takes_more = True
         while self._waiting and free and len(passed) < _MAX_PASSED_SEQUENCES:
             sequence = self._waiting.popleft()
-            grammar = sequence.request.grammar
+            grammar = sequence.request.tables
             if grammar is not None and takes_grammars is not None:
                 takes_more = takes_more and takes_grammars([*grammars, grammar])
                 if not takes_more:

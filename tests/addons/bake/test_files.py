@@ -30,6 +30,7 @@ from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import SamplingParams
+from qsample.runtime import load
 from tests.helpers.foreign import edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -226,6 +227,32 @@ def test_stop_tokens_are_those_of_the_generation_config() -> None:
     assert token_ids({}, genai, ids) == (8, 9, (6,))
     assert token_ids({"eos_token_id": None}, {}, ids) == (0, 1, (2,))
     assert token_ids({}, {}, {"bos_token_id": -1}) == (0, None, ())
+
+
+def test_a_tokenizer_with_other_tokens_and_another_ending(decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_fp32")[0], tmp_path / "model", lambda model: None)
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([f"<extra {number}>" for number in range(200)])
+    tokenizer.save(path)
+    baked_without = qsample.bake(
+        folder, tmp_path / "without", tokenizer=None, features=Features(sampler=False)
+    )
+    size = baked_without.package.interface.vocab_size
+    stops = baked_without.package.manifest.token_ids.eos
+    last = tokenizer.id_to_token(size - 1)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": last}))
+    with pytest.warns(UserWarning, match=rf"the model lacks .* \(id {size}\) on"):
+        baked = qsample.bake(folder, tmp_path / "out", features=Features(logit_bias=True))
+    assert baked.package.manifest.token_ids.eos == (*stops, size - 1)
+    assert baked.generation_config.eos_token_id == [*stops]
+    model = load(baked.package.path)
+    biased = model.generate("a", logit_bias={size - 1: 1e4}, max_new_tokens=3)
+    assert biased.token_ids == [[size - 1] * 3]
+    with pytest.raises(
+        ValueError, match=rf"token {size} of the tokenizer, and the model has {size}"
+    ):
+        model.generate(f"a{tokenizer.id_to_token(size)}")
 
 
 def test_links_of_the_hubs_cache(decoder: Decoder, tmp_path: Path) -> None:
@@ -467,12 +494,19 @@ def test_what_a_package_gets(decoder: Decoder, tmp_path: Path) -> None:
 
     size = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab_size()
     own = generation_config(read, ids)
-    write_files(location, own, size, str(empty), tmp_path / "given")
-    with pytest.raises(
-        QsampleError,
-        match=rf"the tokenizer has {size} tokens and the decoder's head only {size - 1};",
-    ):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_files(location, own, size, str(empty), tmp_path / "given")
+    with pytest.warns(UserWarning, match=rf"the model lacks 1 of .* \(id {size - 1}\) on"):
         write_files(location, own, size - 1, str(empty), tmp_path / "given")
+    # No file names the tokenizer's end of a text, or in one of two ways.
+    vocabulary = Tokenizer.from_file(str(empty / "tokenizer.json")).get_vocab()
+    text = next(text for text, token in vocabulary.items() if token == size - 1)
+    ends: list[tuple[Any, Any]] = [(None, None), (text, size - 1), ({"content": text}, size - 1)]
+    for given, end in [*ends, ("no token", None)]:
+        (empty / "tokenizer_config.json").write_text(json.dumps({"eos_token": given}))
+        found = write_files(location, own, size, str(empty), tmp_path / "given")
+        assert found == end
     (empty / "tokenizer.json").write_text("{}")
     with pytest.raises(QsampleError, match=r"tokenizer\.json cannot be read"):
         write_files(location, own, 128, str(empty), tmp_path / "given")

@@ -112,23 +112,18 @@ def test_settings_of_the_model_are_kept_or_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "tokenizer", "ends", "message"),
+    ("features", "tokenizer", "message"),
     [
         (
             Features(),
             object(),
-            (1,),
             "exported without grammars, which an answer .* needs; export it with --for",
         ),
-        (FORMS, None, (1,), "has no tokenizer, which an answer that follows a schema needs"),
-        (FORMS, object(), (), "has no stop token, with which an answer that follows a schema ends"),
+        (FORMS, None, "has no tokenizer, which an answer that follows a schema needs"),
     ],
 )
-def test_what_a_form_needs(
-    features: Features, tokenizer: object, ends: tuple[int, ...], message: str
-) -> None:
-    manifest = SimpleNamespace(token_ids=SimpleNamespace(eos=ends))
-    loaded = SimpleNamespace(tokenizer=tokenizer, package=SimpleNamespace(manifest=manifest))
+def test_what_a_form_needs(features: Features, tokenizer: object, message: str) -> None:
+    loaded = SimpleNamespace(tokenizer=tokenizer)
     interface = SimpleNamespace(features=features)
     model: Any = SimpleNamespace(model=loaded, interface=interface)
     ServedModel.check_form(model, None)

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from qsample.request.grammar import TokenizerArguments
+from qsample.request.grammar import GrammarTokenizer
 from qsample.request.structured.vocabulary import TokenVocabulary
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,15 +22,17 @@ NUM_PADDED = 5
 class Kind(NamedTuple):
     """A tokenizer, as qsample and as llguidance read it."""
 
-    arguments: TokenizerArguments
+    text: str
+    reading: GrammarTokenizer
     vocabulary: TokenVocabulary
     tokenizer: LLTokenizer
 
 
 def kind_of(text: str) -> Kind:
     size = Tokenizer.from_str(text).get_vocab_size() + NUM_PADDED
-    arguments = TokenizerArguments(tokenizer=text, n_vocab=size, eos_token=[STOP])
-    return Kind(arguments, TokenVocabulary.of(arguments), LLTokenizer(**arguments))
+    reading = GrammarTokenizer.of({"tokenizer": text, "vocab_size": size})
+    library = LLTokenizer(text, n_vocab=size, eos_token=[STOP])
+    return Kind(text, reading, TokenVocabulary.of(reading), library)
 
 
 def sentencepiece_like() -> str:

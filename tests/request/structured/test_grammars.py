@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import llguidance.gbnf_to_lark
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from qsample.errors import ArgumentError
 from qsample.request.grammar import (
     CompiledGrammar,
     Form,
+    GrammarTokenizer,
     InvalidGrammarError,
     TokenizerArguments,
     compile_grammar,
@@ -62,14 +62,13 @@ def arguments(bundled_model: CausalLM) -> TokenizerArguments:
     assert bundled_model.tokenizer is not None
     return TokenizerArguments(
         tokenizer=bundled_model.tokenizer.to_json(),
-        n_vocab=bundled_model.interface.vocab_size,
-        eos_token=list(bundled_model.package.manifest.token_ids.eos),
+        vocab_size=bundled_model.interface.vocab_size,
     )
 
 
 @pytest.fixture(scope="module")
 def vocabulary(arguments: TokenizerArguments) -> TokenVocabulary:
-    return TokenVocabulary.of(arguments)
+    return TokenVocabulary.of(GrammarTokenizer.of(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +86,7 @@ def make(bundled_model: CausalLM) -> Iterator[Make]:
 
     def build(features: Features) -> Grammars:
         interface = replace(bundled_model.interface, features=features)
-        stop_ids = bundled_model.package.manifest.token_ids.eos
-        grammars = Grammars(interface, bundled_model.tokenizer, stop_ids)
+        grammars = Grammars(interface, bundled_model.tokenizer)
         made.append(grammars)
         for trial in [grammars._idle_trials.get() for _ in range(grammars._idle_trials.qsize())]:
             trial._max_seconds = 600
@@ -218,7 +216,7 @@ def test_tables_are_those_of_this_process(
 
 
 def test_a_tokenizer_that_llguidance_cannot_read() -> None:
-    arguments = TokenizerArguments(tokenizer="{}", n_vocab=5, eos_token=[1])
+    arguments = TokenizerArguments(tokenizer="{}", vocab_size=5)
     trial = Trial(lambda: arguments, max_seconds=600)
     for _ in range(2):
         with pytest.raises(ArgumentError, match="this model's tokenizer cannot follow a grammar"):
@@ -263,37 +261,25 @@ def test_a_package_without_either(make: Make) -> None:
         prepare(make(Features()), Form("regex", "a"))
 
 
-@pytest.mark.parametrize(
-    ("has_tokenizer", "stop_ids", "message"),
-    [(False, [2], "the package has no tokenizer"), (True, [], "this model has no stop token")],
-)
 @pytest.mark.parametrize("features", [TABLES, MASKS])
-def test_what_a_package_lacks(
-    bundled_model: CausalLM,
-    features: Features,
-    has_tokenizer: bool,
-    stop_ids: list[int],
-    message: str,
-) -> None:
+def test_a_package_without_a_tokenizer(bundled_model: CausalLM, features: Features) -> None:
     interface = Interface(bundled_model.interface.vocab_size, (), features=features)
-    tokenizer = bundled_model.tokenizer if has_tokenizer else None
-    grammars = Grammars(interface, tokenizer, stop_ids)
+    grammars = Grammars(interface, None)
     for get in (
         lambda: prepare(grammars, Form("regex", "a")),
         lambda: grammars.prepared(Wish(Form("regex", "a"))),
     ):
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match="the package has no tokenizer"):
             get()
     grammars.close()
 
 
 def test_arguments_of_an_answer(by_tables: Grammars) -> None:
     prepared = prepare(by_tables, Form("regex", "[a-z]{3}"))
-    assert prepared.arguments() == {"grammar": prepared.tables}
+    assert prepared.grammar is prepared.tables
     assert prepared.table_bytes >= tables_of(prepared).transitions.nbytes
     masks = prepare(by_tables, LARK)
-    guides = [masks.arguments(row)["allowed_tokens"] for row in (0, 3)]
-    assert [guide._row for guide in guides] == [0, 3]
+    assert masks.grammar is masks.masks
     assert masks.table_bytes == 0
 
 
@@ -339,13 +325,12 @@ def test_calls_follow_the_functions(
     }
     g = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"]}
     functions = {"f": f, "g.h": g | {"additionalProperties": False}}
-    tokenizer = llguidance.LLTokenizer(**arguments)
-    tokens = tokenizer.tokenize_str(text)
+    tokenizer = GrammarTokenizer.of(arguments)
+    tokens = tokenizer.tokenizer.tokenize_str(text)
 
     masks = compile_grammar(
         grammar_of(Form(kind, {**functions, "f": f | {"x-guidance": {}}})),
         tokenizer,
-        arguments["n_vocab"],
     )
     accepted = masks.matcher.try_consume_tokens(tokens)
     assert (accepted == len(tokens) and masks.matcher.is_accepting()) == whole
@@ -497,7 +482,7 @@ def test_a_form_that_would_end_the_process_is_refused(
 
 def test_no_form_is_compiled_after_the_end(bundled_model: CausalLM) -> None:
     interface = replace(bundled_model.interface, features=BOTH)
-    grammars = Grammars(interface, bundled_model.tokenizer, [2])
+    grammars = Grammars(interface, bundled_model.tokenizer)
     prepare(grammars, Form("regex", "a"))
     processes = [trial._process for trial in [grammars._idle_trials.get() for _ in range(2)]]
     (process,) = [process for process in processes if process is not None]
@@ -511,7 +496,7 @@ def test_no_form_is_compiled_after_the_end(bundled_model: CausalLM) -> None:
 def test_forms_that_wait_at_the_end_are_given_up(bundled_model: CausalLM) -> None:
     """Two are compiled at a time: these end, and the third does not begin."""
     interface = replace(bundled_model.interface, features=TABLES)
-    grammars = Grammars(interface, bundled_model.tokenizer, [2])
+    grammars = Grammars(interface, bundled_model.tokenizer)
     wishes = [Wish(Form("regex", f"{letter}{SLOW}")) for letter in "abc"]
 
     async def run() -> list[object]:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from qsample.errors import ArgumentError
-from qsample.request.grammar import TokenizerArguments
+from qsample.request.grammar import GrammarTokenizer, TokenizerArguments
 from qsample.request.structured.vocabulary import TokenVocabulary
 from tests.request.structured.conftest import NUM_PADDED, TINY, Kind, sentencepiece_like
 
@@ -37,7 +37,7 @@ def texts_of(vocabulary: TokenVocabulary) -> dict[int, bytes]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_have_the_bytes_of_their_texts(kind: str, request: pytest.FixtureRequest) -> None:
     made: Kind = request.getfixturevalue(kind)
-    tokenizer = Tokenizer.from_str(made.arguments["tokenizer"])
+    tokenizer = Tokenizer.from_str(made.text)
     texts = texts_of(made.vocabulary)
     for text in ["yes no", "naïve éü 日本 😊", '{"a": [1, 2]}\n\t', "  two  blanks"]:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -48,11 +48,11 @@ def test_tokens_have_the_bytes_of_their_texts(kind: str, request: pytest.Fixture
 def test_special_tokens_have_a_text_and_no_bytes(kind: str, request: pytest.FixtureRequest) -> None:
     made: Kind = request.getfixturevalue(kind)
     texts = texts_of(made.vocabulary)
-    added = json.loads(made.arguments["tokenizer"])["added_tokens"]
+    added = json.loads(made.text)["added_tokens"]
     special = {token["content"]: [token["id"]] for token in added if token["special"]}
     assert special
     assert {text: list(ids) for text, ids in made.vocabulary.special_ids.items()} == special
-    size = made.arguments["n_vocab"]
+    size = made.reading.vocab_size
     assert made.vocabulary.size == size
     for token in [*range(size - NUM_PADDED, size), *(ids[0] for ids in special.values())]:
         assert token not in texts
@@ -66,20 +66,45 @@ def test_added_tokens_that_are_not_special_are_text() -> None:
         dict(entry, id=size, content="<think>"),
         dict(entry, id=size + 1, content="é!"),
     ]
-    arguments = TokenizerArguments(
-        tokenizer=json.dumps(definition), n_vocab=size + 3, eos_token=[2]
-    )
-    vocabulary = TokenVocabulary.of(arguments)
+    vocabulary = vocabulary_of(json.dumps(definition), size + 3)
     texts = texts_of(vocabulary)
     assert (texts[size], texts[size + 1]) == (b"<think>", "é!".encode())
     assert "<think>" not in vocabulary.special_ids
     assert size + 2 not in texts
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
-    arguments = TokenizerArguments(tokenizer=sentencepiece_like(), n_vocab=10, eos_token=[2])
-    with pytest.raises(ArgumentError, match="cannot follow a grammar"):
-        TokenVocabulary.of(arguments)
+@pytest.mark.parametrize("padded", [-300, -1, 0, 1, 40])
+def test_the_vocabulary_has_the_tokens_of_the_model(padded: int) -> None:
+    """Whether the tokenizer has more tokens than the model, or fewer."""
+    text = sentencepiece_like()
+    size = Tokenizer.from_str(text).get_vocab_size() + padded
+    whole = texts_of(vocabulary_of(text, 1000))
+    made = vocabulary_of(text, size)
+    assert made.size == size
+    assert texts_of(made) == {token: value for token, value in whole.items() if token < size}
+    assert all(token < size for ids in made.special_ids.values() for token in ids)
+
+
+@pytest.mark.parametrize("has_special", [True, False])
+def test_ids_without_a_token_between_others(has_special: bool) -> None:
+    """No token can be added after them; a special token ends answers in its place."""
+    definition = json.loads(sentencepiece_like())
+    hole = definition["model"]["vocab"].pop("▁▁")
+    if not has_special:
+        definition["added_tokens"] = []
+        del definition["model"]["vocab"]["no"]
+    arguments = TokenizerArguments(tokenizer=json.dumps(definition), vocab_size=500)
+    if not has_special:
+        with pytest.raises(ArgumentError, match="its ids have gaps, and it has no special token"):
+            GrammarTokenizer.of(arguments)
+        return
+    reading = GrammarTokenizer.of(arguments)
+    assert reading.end == definition["added_tokens"][0]["id"]
+    assert hole not in texts_of(TokenVocabulary.of(reading))
+
+
+def vocabulary_of(text: str, size: int) -> TokenVocabulary:
+    return TokenVocabulary.of(GrammarTokenizer.of({"tokenizer": text, "vocab_size": size}))
 
 
 def test_a_trie_has_all_prefixes() -> None:
