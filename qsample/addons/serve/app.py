@@ -33,6 +33,7 @@ from qsample.addons.serve.chats import (
 )
 from qsample.addons.serve.choices import ChatChoice, CompletionChoice
 from qsample.addons.serve.http import (
+    IGNORED_HEADER,
     MESSAGES_PATH,
     PATHS_WITHOUT_A_KEY,
     ApiError,
@@ -153,7 +154,7 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
             allow_origins=list(settings.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "X-Request-Id"],
+            expose_headers=["Retry-After", "X-Request-Id", IGNORED_HEADER],
         )
     app.state.server = server
     return app

@@ -103,7 +103,7 @@ KEEP_ALIVE_S = 15.0
 # The key of a request's scope under which the reason of its refusal stands.
 _REFUSAL_REASON: Final = "qsample.reason"
 # The header of an answer that names what its request has and what was ignored.
-_IGNORED_HEADER: Final = "X-Qsample-Ignored"
+IGNORED_HEADER: Final = "X-Qsample-Ignored"
 # The names of JSON may have any characters, and headers may not.
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -313,7 +313,7 @@ class JsonBody(BaseModel):
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that names what was ignored in a request; none if nothing was."""
     plain_names = sorted({name if _PLAIN_NAME.fullmatch(name) else "other" for name in names})
-    return {_IGNORED_HEADER: ", ".join(plain_names)} if plain_names else {}
+    return {IGNORED_HEADER: ", ".join(plain_names)} if plain_names else {}
 
 
 class JsonRoute(APIRoute):
