@@ -81,7 +81,7 @@ def unknown_field(name: str, fields: Collection[str]) -> str:
     """The message about a name that is no field of SamplingParams."""
     own = _ARGUMENTS.get(name)
     if own is None:
-        return unknown("SamplingParams has no field", name, fields)
+        return unknown("unknown sampling option", name, fields)
     if own in fields:
         return f"SamplingParams has no field {name!r}; it is called {own} here"
     return (

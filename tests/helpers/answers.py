@@ -113,7 +113,7 @@ def served(
             else ReasoningReader(REASONING_FORMATS[reasoning], "")
         ),
         tokenizer=SimpleNamespace(
-            encode=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens
+            tokenize=lambda text, *, add_special_tokens: [*text] + ["<s>"] * add_special_tokens
         ),
         add=add,
         check_places=places.append,

@@ -10,7 +10,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from qsample.request.grammar import Grammar, compile_grammar
+from qsample.request.grammar import Grammar, GrammarTokenizer, compile_grammar
 from qsample.request.structured.automaton import ByteAutomaton
 from qsample.request.structured.state_graph import distances_to
 
@@ -413,12 +413,19 @@ _CLIENT_MAKERS = [
 ]
 
 
+def byte_tokenizer() -> GrammarTokenizer:
+    """A tokenizer whose tokens are the bytes."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    return GrammarTokenizer(tokenizer, tokenizer.vocab_size - 1, tokenizer.vocab_size - 1, {})
+
+
 def random_masked_text(
     grammar: Grammar, rng: np.random.Generator, longest: int = 40
 ) -> bytes | None:
     """A text that llguidance lets through, byte by byte; None if it does not end soon after `longest` bytes."""
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = compile_grammar(grammar, tokenizer, tokenizer.vocab_size).matcher
+    bytes_alone = byte_tokenizer()
+    tokenizer = bytes_alone.tokenizer
+    matcher = compile_grammar(grammar, bytes_alone).matcher
     mask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
     text = bytearray()
     while len(text) < 4 * longest:

@@ -27,6 +27,7 @@ from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.runtime import CausalLM, Step, load
 from tests.helpers.random_schemas import (
     REFUSED,
+    byte_tokenizer,
     is_valid,
     random_client_schema,
     random_masked_text,
@@ -186,9 +187,9 @@ def test_masks_let_more_valid_documents_through(start: int) -> None:
 
 def follows(form: Form, text: str) -> bool:
     """Whether masks let a text through."""
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = compile_grammar(grammar_of(form), tokenizer, tokenizer.vocab_size).matcher
-    tokens = tokenizer.tokenize_str(text)
+    bytes_alone = byte_tokenizer()
+    matcher = compile_grammar(grammar_of(form), bytes_alone).matcher
+    tokens = bytes_alone.tokenizer.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -280,9 +281,10 @@ def test_any_other_problem_of_a_schema_is_its_size(problem: str) -> None:
 
 def test_an_answer_gets_no_word_of_llguidance(bundled_model: CausalLM) -> None:
     """Not even if it cannot go on."""
-    guide = GrammarGuide(compiled(bundled_model, Form("json_schema", {"type": "object"})))
-    mask = np.zeros_like(guide._compiled.mask)
+    grammar = compiled(bundled_model, Form("json_schema", {"type": "object"}))
+    guide = GrammarGuide([grammar], [()])
+    mask = np.zeros_like(grammar.mask)
     guide(None, mask)
     with pytest.raises(InvalidGrammarError) as caught:
-        guide(step(first_allowed(~mask)), mask)
+        guide(step([first_allowed(~mask)]), mask)
     assert "the schema is too large" in str(caught.value)

@@ -95,7 +95,7 @@ INPUTS: dict[str, Any] = {
     "half a character": "a\ud800",
     "half a character in a list": ["\udfff"],
     "too long": [5] * 1000,
-    "a message without content": said(None),
+    "a message without content": [{"role": "user"}],
     "a message of a number": said(5),
     "half a character in a message": said("\ud83d"),
     "a nested message": said(DEEP),

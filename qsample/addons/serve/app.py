@@ -53,7 +53,6 @@ from qsample.addons.serve.messages import CountTokensRequest, MessageAnswers, Me
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel, ServedModels
 from qsample.addons.serve.requests import (
-    Body,
     CompletionRequest,
     GenerationRequest,
     LoadLoraRequest,
@@ -229,7 +228,7 @@ class _Server:
         method: str,
         path: str,
         endpoint: Callable[..., Any],
-        answer: type[Body] | None,
+        answer: type[documents.Document] | None,
     ) -> None:
         """Add an endpoint with its description. answer: the document that it answers with; None for
         a plain text."""

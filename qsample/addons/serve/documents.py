@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from pydantic import Field
-
-from qsample.addons.serve.requests import Body
+from pydantic import BaseModel, ConfigDict, Field
 
 _ID: Final = "The id of the answer."
 _MODEL: Final = "The served name of the model."
@@ -15,7 +13,13 @@ _OBJECT: Final = "The kind of the object."
 _FROM_THE_REQUEST: Final = "The value of the request, or the default."
 
 
-class Completion(Body):
+class Document(BaseModel):
+    """A JSON object that an endpoint answers with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Completion(Document):
     """An answer in OpenAI's form."""
 
     id: str = Field(description=_ID)
@@ -44,7 +48,7 @@ class Completion(Body):
     )
 
 
-class Response(Body):
+class Response(Document):
     """An answer in items."""
 
     id: str = Field(description=_ID)
@@ -86,7 +90,7 @@ class Response(Body):
     truncation: Any = Field(default=None, description=_FROM_THE_REQUEST)
 
 
-class Message(Body):
+class Message(Document):
     """An answer in blocks."""
 
     id: str = Field(description=_ID)
@@ -110,13 +114,13 @@ class Message(Body):
     )
 
 
-class TokenCount(Body):
+class TokenCount(Document):
     """The number of tokens of a conversation."""
 
     input_tokens: int = Field(description="The number of tokens of the conversation.")
 
 
-class Model(Body):
+class Model(Document):
     """A model, or an adapter."""
 
     id: str = Field(description="The served name.")
@@ -135,14 +139,14 @@ class Model(Body):
     )
 
 
-class Models(Body):
+class Models(Document):
     """The models and adapters."""
 
     object: str = Field(description='"list".')
     data: list[Model] = Field(description="The models.")
 
 
-class Tokens(Body):
+class Tokens(Document):
     """The tokens of a text or a conversation."""
 
     count: int = Field(description="The number of tokens.")
@@ -155,26 +159,26 @@ class Tokens(Body):
     )
 
 
-class Text(Body):
+class Text(Document):
     """The text of token ids."""
 
     prompt: str = Field(description="The text of the tokens.")
 
 
-class Health(Body):
+class Health(Document):
     """The state of the server."""
 
     status: str = Field(description='"ok" or "error".')
     ended: Any = Field(default=None, description="The names of models whose engines have ended.")
 
 
-class Version(Body):
+class Version(Document):
     """The version of the server."""
 
     version: str = Field(description="The version of qsample.")
 
 
-class Error(Body):
+class Error(Document):
     """An error in OpenAI's form."""
 
     error: dict[str, Any] = Field(
@@ -185,7 +189,7 @@ class Error(Body):
     )
 
 
-class MessageError(Body):
+class MessageError(Document):
     """An error in Anthropic's form."""
 
     type: str = Field(description='"error".')

@@ -306,8 +306,12 @@ class JsonBody(BaseModel):
         """
         ignored: set[str] = set()
         body = cls.model_validate(value, context=ignored)
-        body._ignored.update(ignored)
+        body.ignored.update(ignored)
         return body
+
+    def share_ignored_of(self, other: JsonBody) -> None:
+        """Have the same set of names as another body: this body is made of the other."""
+        self._ignored = other.ignored
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

@@ -427,7 +427,7 @@ class CountTokensRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=template_kwargs,
         )
-        chat._ignored = self._ignored
+        chat.share_ignored_of(self)
         return chat
 
     def _chat_tools(self) -> list[Tool]:

@@ -410,7 +410,7 @@ class ResponsesRequest(GenerationRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        chat._ignored = self._ignored
+        chat.share_ignored_of(self)
         return chat
 
     def _response_format(self) -> ResponseFormat | None:

@@ -150,16 +150,13 @@ def test_what_the_engine_is_given() -> None:
     options |= {"outputs": ["logprobs"], "stop_strings": ["x"], "allowed_token_ids": None, **ends}
     options["repetition_detection"] = RepetitionDetection(max_pattern_size=2, min_count=3)
     assert (params.max_new_tokens, params.temperature, params.eos_token_id) == (1, 0.0, ())
-    guides = []
     for request, row, seed in zip(
         requests[1:], ([5, 6], [5, 6], [7], [7]), (5, 6, 5, 6), strict=True
     ):
         own = dict(request.options)
-        guides.append(own.pop("allowed_tokens"))
+        assert own.pop("grammar") is masks
         assert request.arguments == (row, PARAMS)
         assert own == {"seed": seed, **options}
-    assert len({*map(id, guides)}) == 4
-    assert all(guide._compiled is masks for guide in guides)
     assert play.followed == [
         *(("answer", "tiny", request) for request in requests[1:]), ("scoring", "tiny", scoring),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import Field
 from starlette.testclient import TestClient
 
 from qsample.addons.serve import http
@@ -20,6 +20,7 @@ from qsample.addons.serve.http import (
     ApiKeys,
     BodyLimit,
     Exchanges,
+    JsonBody,
     JsonRoute,
     add_error_handlers,
     as_api_error,
@@ -92,9 +93,9 @@ def test_bytes() -> None:
     assert (other.status_code, other.body, other.headers["a"]) == (201, b"[]", "b")
 
 
-class Pair(BaseModel):
+class Pair(JsonBody):
     str_field: int
-    given: dict[str, list[bool]] = {}
+    given: dict[str, list[bool]] = Field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")

@@ -467,7 +467,10 @@ def test_why_an_answer_ends(
 
 def test_what_is_cut_off_or_empty() -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "n": [1, 2'
-    for behind, given in (("", {"city": "Paris", "n": [1, 2]}), (" , NaN]}", {})):
+    for behind, given in (
+        ("", {"city": "Paris", "n": [1, 2]}),
+        (" , NaN]}", {"city": "Paris", "n": [1, 2, "NaN"]}),
+    ):
         message, _ = played(call + behind, 3, "length", tools=[WEATHER], max_tokens=5)
         assert [(block["input"], message["stop_reason"]) for block in message["content"]] == [
             (given, "max_tokens")
