@@ -282,7 +282,7 @@ def test_neutral_values_do_not_contradict_greedy_decoding() -> None:
         ({}, {"do_sample": True, "temperature": 0}, "contradict"),
         ({"do_sample": True, "temperature": 0.0}, {}, "temperature is 0"),
         ({}, {"do_sample": 1}, "do_sample is 1; give True or False"),
-        ({}, {"top_q": 0.5}, "no field 'top_q'; did you mean 'top_"),
+        ({}, {"top_q": 0.5}, "sampling option 'top_q'; did you mean 'top_"),
         ({}, {"temprature": 0.5}, "did you mean 'temperature'"),
         (
             {},

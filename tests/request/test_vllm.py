@@ -92,7 +92,7 @@ def test_messages(keywords: dict[str, Any], message: str) -> None:
         ("n", "give num_return_sequences to generate"),
         ("skip_special_tokens", "give skip_special_tokens to generate"),
         ("structured_outputs", "give grammar to generate"),
-        ("top_q", "no field 'top_q'; did you mean 'top_"),
+        ("top_q", "sampling option 'top_q'; did you mean 'top_"),
     ],
 )
 def test_fields_of_sampling_params(name: str, message: str) -> None:

@@ -41,7 +41,7 @@ KEPT_BY_NOBODY = (
 )
 BAD: list[dict[str, Any]] = [
     {"inputs": [2**70]}, {"inputs": [-1]}, {"inputs": [VOCAB]}, {"inputs": "\ud800"}, {"inputs": [5.5]},
-    {"inputs": [{"role": "user", "content": None}]}, {"inputs": [5] * 300}, {"inputs": [5], "seed": -1},
+    {"inputs": [{"role": "user", "content": 5}]}, {"inputs": [5] * 300}, {"inputs": [5], "seed": -1},
     {"inputs": [5], "stop_strings": ["a"] * 70_000}, {"inputs": [5], "temperature": float("nan")},
     {"inputs": [5], "eos_token_id": 2**70}, {"inputs": [5], "allowed_tokens": np.zeros(3, np.int32)},
     {"inputs": [5], "timeout": float("nan")},

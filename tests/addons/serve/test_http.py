@@ -18,11 +18,10 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 import qsample
-from qsample.addons.serve.http import JsonRoute, add_error_handlers, json_bytes
+from qsample.addons.serve.http import JsonBody, JsonRoute, add_error_handlers, json_bytes
 from qsample.runtime import CausalLM, SamplingParams
 from tests.helpers.requests import wait_until
 from tests.helpers.servers import ServerProcess, post_all
@@ -217,7 +216,7 @@ def test_a_client_that_goes_frees_its_slot(server: ServerProcess) -> None:
     assert server.metric("request_success_total") > 0
 
 
-class Empty(BaseModel):
+class Empty(JsonBody):
     """A body; of the module, where FastAPI looks the annotation up."""
 
 
