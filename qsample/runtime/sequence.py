@@ -420,7 +420,9 @@ class Sequence:
         text = self.delivery.text
         if text is None:
             return ""
-        is_stop_token = self._graph_ended_here and self.progress.status == STOPPED
+        is_stopped = self._graph_ended_here and self.progress.status == STOPPED
+        # Without a stop token, an answer of a grammar stops with a token of its own.
+        is_stop_token = is_stopped and token in self.request.stop_ids
         return text.put(token, is_stop_token=is_stop_token)
 
     def _end_if_repeated(self, token: int) -> None:

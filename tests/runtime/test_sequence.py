@@ -30,6 +30,7 @@ def make_sequence(
     parameters = {
         "max_length": np.array(3 + most, dtype=np.int32),
         "min_length": np.array(3 + least, dtype=np.int32),
+        "stop_ids": np.array([*token_ids_of("b"), -1], dtype=np.int32),
     }
     return Sequence(SequenceRequest(np.array([5, 6, 7]), parameters, 0), Delivery(text))
 
@@ -162,3 +163,10 @@ def test_the_token_that_ends_a_row_is_text_only_if_texts_include_it(includes: bo
     assert sequence.take(1) == (token_ids_of("a"), "a")
     assert sequence.take() == (token_ids_of("b"), "b" if includes else "")
     assert text.whole == ("abab" if includes else "aba")
+
+
+def test_an_answer_that_stops_without_a_stop_token_has_all_its_text() -> None:
+    sequence = make_sequence([])
+    sequence.progress.sampled += token_ids_of("xyz")
+    sequence.progress.status = STOPPED
+    assert sequence.take() == (token_ids_of("xyz"), "xyz")

@@ -42,18 +42,26 @@ def answers(model: CausalLM, grammar: Any, **options: Any) -> list[tuple[str, li
     for seed in range(3):
         given: dict[str, Any] = {"temperature": 3.0, "seed": seed, "max_new_tokens": 30}
         output = model.generate(["And", "The"], grammar=grammar, **{**given, **options})
-        for tokens, reason in zip(output.token_ids, output.finish_reasons, strict=True):
-            text = tokens[:-1] if tokens and tokens[-1] in stops else tokens
-            results.append((model.tokenizer.decode(text), tokens, reason))
+        assert output.texts is not None
+        for tokens, reason, text in zip(
+            output.token_ids, output.finish_reasons, output.texts, strict=True
+        ):
+            ids = tokens[:-1] if tokens and tokens[-1] in stops else tokens
+            whole = model.tokenizer.decode(ids)
+            if "stop_strings" not in options:
+                assert text == whole
+            results.append((whole, tokens, reason))
     return results
 
 
+@pytest.mark.parametrize("flush_every", [1, 4])
 @pytest.mark.parametrize("stops", STOPS)
 def test_an_answer_ends_where_its_form_does(
-    model: CausalLM, make: MakeGrammar, stops: tuple[int, ...]
+    model: CausalLM, make: MakeGrammar, stops: tuple[int, ...], flush_every: int
 ) -> None:
     grammar = make(WORDS)
-    for text, tokens, reason in answers(model, grammar, eos_token_id=stops):
+    options: dict[str, Any] = {"eos_token_id": stops, "flush_every": flush_every}
+    for text, tokens, reason in answers(model, grammar, **options):
         assert re.fullmatch(WORDS, text)
         assert reason == "stop"
         assert [token for token in tokens if token in stops] == tokens[-1:] * bool(stops)
