@@ -658,6 +658,7 @@ def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
     """Raise ValueError, with the owner `what`, unless every id is in [0, vocab_size)."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):
-        raise ValueError(
-            f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}"
+        raise ArgumentError(
+            f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}",
+            what if what.isidentifier() else None,
         )

@@ -23,6 +23,9 @@ class Texts:
         text = {2: "c", 3: "ddd", 4: "é"}.get(token, f"<{token}>")
         return text, text.encode()
 
+    def label(self, token: int) -> str:
+        return self.of(token)[0]
+
     def width(self, token: int, *, skip_special_tokens: bool = True) -> int:
         return 0 if token == END else len(self.of(token)[0])
 

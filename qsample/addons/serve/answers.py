@@ -68,6 +68,7 @@ class Answers:
         max_time: float | None,
         prediction: Sequence[int] | None = None,
         images: Sequence[ProcessedImage] = (),
+        shows_special_tokens: bool = False,
     ) -> None:
         """Give the prompts to the engine, all or none.
 
@@ -78,6 +79,7 @@ class Answers:
             max_time: the seconds that an answer may take.
             prediction: the tokens that an answer is expected to have.
             images: the images of a single prompt, with their features.
+            shows_special_tokens: whether the texts have special tokens, whatever the request says.
 
         Raises:
             ApiError: the engine cannot answer the request.
@@ -98,6 +100,8 @@ class Answers:
             "outputs": self._outputs_of_answers(),
             **body.answer_arguments(),
         }
+        if shows_special_tokens:
+            answer_options["skip_special_tokens"] = False
         if prediction is not None:
             answer_options["prediction"] = prediction
         if images:

@@ -396,7 +396,14 @@ class _Server:
                 ChatChoice(index, model, body, prompt, form) for index in range(body.num_choices)
             ]
             answers = Answers(model, body, self._metrics, choices, form)
-        await answers.start([prompt], params, self._settings.request_timeout, prediction, images)
+        await answers.start(
+            [prompt],
+            params,
+            self._settings.request_timeout,
+            prediction,
+            images,
+            model.reads_special_tokens(body),
+        )
         self._metrics.count_ignored(model.base, body.ignored)
         return await _response(answers, body)
 

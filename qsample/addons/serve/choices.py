@@ -393,7 +393,7 @@ class CompletionChoice(Choice):
         texts = self._model.token_texts
         first, *others = self.scores.token_ids
         start = {
-            "tokens": [texts.of(first)[0]],
+            "tokens": [texts.label(first)],
             "token_logprobs": [None],
             "top_logprobs": [None] if self._num_alternatives else None,
             "text_offset": [0],
@@ -418,14 +418,14 @@ class CompletionChoice(Choice):
         text_offsets: list[int] = []
         alternatives: list[dict[str, float]] = []
         for index, token in enumerate(tokens):
-            string = texts.of(token)[0]
+            string = texts.label(token)
             value = _finite(outputs[LOGPROBS.name][index, 0])
             strings.append(string)
             values.append(value)
             text_offsets.append(text_offset)
             text_offset += self._width(token)
             likeliest = {
-                texts.of(int(other))[0]: _finite(logprob)
+                texts.label(int(other)): _finite(logprob)
                 for other, logprob in _likeliest(outputs, index, self._num_alternatives)
             }
             alternatives.append({**likeliest, string: value})

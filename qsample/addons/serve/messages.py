@@ -397,7 +397,7 @@ class CountTokensRequest(GenerationRequest):
             if name in GenerationRequest.model_fields
         }
         messages = list(self.messages)
-        if self.system is not None:
+        if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         last = self.messages[-1]
         choice = self.tool_choice or ToolChoice(type="auto")

@@ -27,6 +27,7 @@ from qsample.addons.serve.parsers import (
 from qsample.addons.serve.requests import GenerationRequest
 from qsample.addons.serve.roles import rewritings
 from qsample.addons.serve.settings import ServeSettings
+from qsample.checks import refuse
 from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
@@ -116,7 +117,7 @@ class ServedModel:
         # A mistake in the generation_config ends the start.
         check_features(self.interface, SamplingParams(**self.defaults))
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
-        self._reasoning_format = find_reasoning_format(settings.reasoning_parser, self._is_shown)
+        self._reasoning_format = find_reasoning_format(settings.reasoning_parser)
         self._reasoning_budget = self._checked_budget(settings)
         self._max_characters_per_token = (
             None if tokenizer is None else tokenizer.characters_per_token()
@@ -227,8 +228,18 @@ class ServedModel:
         """The text of the last tokens of a prompt, special tokens included."""
         return self.tokenizer.decode(prompt[-_MAX_MARK_TOKENS:], skip_special_tokens=False)
 
+    def reads_special_tokens(self, request: ChatCompletionRequest) -> bool:
+        """Whether marks of calls or thoughts in the answers to a request are special tokens, which
+        texts otherwise lack."""
+        marks: list[str] = []
+        if request.offers_tools:
+            marks += [*self.tool_format.marks, *self.tool_format.start_marks]
+        if self._reasoning_format is not None:
+            marks += [self._reasoning_format.start, self._reasoning_format.end]
+        return not all(map(self._is_shown, marks))
+
     def _is_shown(self, text: str) -> bool:
-        """Whether `text` can be in this model's texts, which do not contain special tokens."""
+        """Whether `text` can be in this model's texts without special tokens."""
         if self.model.tokenizer is None:
             return True
         token = self.model.tokenizer.get_vocab().get(text)
@@ -256,6 +267,10 @@ class ServedModel:
         if request.ignore_eos or request.stop_token_ids:
             ends = [] if request.ignore_eos else list(self.ends)
             ends += request.stop_token_ids or []
+            largest = max(request.stop_token_ids or [0])
+            if largest >= self.interface.vocab_size:
+                accepted = f"ids of tokens, 0 to {self.interface.vocab_size - 1}"
+                refuse("stop_token_ids", largest, accepted)
             fields["eos_token_id"] = tuple(ends)
         return SamplingParams(**fields)
 
@@ -823,8 +838,18 @@ class TokenTexts:
     def width(self, token: int, *, skip_special_tokens: bool = True) -> int:
         """The number of characters of a token in a text. skip_special_tokens: whether special tokens
         have none."""
-        is_skipped = self._tokenizer.is_skipped(token, skip_special_tokens=skip_special_tokens)
-        return 0 if is_skipped else len(self.of(token)[0])
+        if self._tokenizer.is_skipped(token, skip_special_tokens=skip_special_tokens):
+            return 0
+        # A character counts with the token that has its first byte.
+        return sum(byte & 0xC0 != 0x80 for byte in self.of(token)[1])
+
+    def label(self, token: int) -> str:
+        r"""The text of a token, or of a part of a character its bytes in OpenAI's form,
+        bytes:\xf0\x9f: such tokens have no text of their own."""
+        text, data = self.of(token)
+        if text.encode() == data:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _find_first_token(self) -> int | None:
         """A token that stands in front of each other token to decode that: some decoders drop a

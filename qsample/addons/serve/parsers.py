@@ -85,29 +85,10 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 }
 
 
-def find_reasoning_format(
-    name: str | None, is_shown: Callable[[str], bool]
-) -> ReasoningFormat | None:
+def find_reasoning_format(name: str | None) -> ReasoningFormat | None:
     """The format `name` of REASONING_FORMATS. Without a name it is None, and thoughts stay in the
-    answer.
-
-    Args:
-        name: the name of the format.
-        is_shown: says whether a mark can be in the model's texts.
-
-    Raises:
-        ValueError: the model's texts cannot contain both marks.
-    """
-    if name is None:
-        return None
-    reasoning_format = REASONING_FORMATS[name]
-    for mark in (reasoning_format.start, reasoning_format.end):
-        if not is_shown(mark):
-            raise ValueError(
-                f"the reasoning parser {name} looks for {mark}, which is a special token of this "
-                "model, and texts do not contain those; choose another parser, or none"
-            )
-    return reasoning_format
+    answer."""
+    return None if name is None else REASONING_FORMATS[name]
 
 
 # The blanks between thoughts and the text after them: of any text, and of a form, see
@@ -494,8 +475,9 @@ _CONSTANTS: Final = ("NaN", "Infinity", "-Infinity")
 
 @dataclass(slots=True)
 class _JsonObject:
-    """Passes on a JSON object that comes in pieces, as it is written. NaN and infinities become
-    texts, because JSON lacks them.
+    """Passes on a JSON object that comes in pieces, as it is written, except what models write and
+    JSON lacks: NaN and infinities become texts, line feeds and other control characters in texts
+    are escaped, and a comma in front of a closing bracket is left out.
 
     Attributes:
         rest: the text after the object; None while the object goes on.
@@ -507,31 +489,53 @@ class _JsonObject:
     _is_escaped: bool = False
     # The beginning of a constant, or of a negative number.
     _held_text: str = ""
+    # A comma, and the blanks behind it.
+    _held_comma: str = ""
 
     def put(self, text: str) -> str:
         """The part of the object that the next piece makes certain."""
         certain: list[str] = []
         for place, character in enumerate(text, start=1):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_quoted:
-                self._is_escaped = character == "\\"
-                self._is_quoted = character != '"'
-            elif self._holds(character):
-                if self._held_text in _CONSTANTS:
-                    certain.append(f'"{self._held_text}"')
-                    self._held_text = ""
+            if self._is_quoted:
+                certain.append(self._put_quoted(character))
                 continue
-            elif character == '"':
-                self._is_quoted = True
-            else:
-                self._depth += (character in "{[") - (character in "}]")
-            certain += [self._held_text, character]
-            self._held_text = ""
+            if self._holds_comma(character):
+                continue
+            if self._holds(character):
+                if self._held_text in _CONSTANTS:
+                    certain.append(self._with_held(f'"{self._held_text}"', is_constant=True))
+                continue
+            self._is_quoted = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+            certain.append(self._with_held(character))
             if not self._depth:
                 self.rest = text[place:]
                 break
         return "".join(certain)
+
+    def _put_quoted(self, character: str) -> str:
+        """A character of a text, escaped if JSON demands it."""
+        if self._is_escaped:
+            self._is_escaped = False
+        else:
+            self._is_escaped = character == "\\"
+            self._is_quoted = character != '"'
+        return json.dumps(character)[1:-1] if character < " " else character
+
+    def _with_held(self, text: str, *, is_constant: bool = False) -> str:
+        """A text behind what was held back."""
+        comma = "" if text in ("]", "}") else self._held_comma
+        before = "" if is_constant else self._held_text
+        self._held_comma = ""
+        self._held_text = ""
+        return comma + before + text
+
+    def _holds_comma(self, character: str) -> bool:
+        """Whether a character is a comma, or a blank behind one, and is held back."""
+        if character != "," and not (self._held_comma and character.isspace()):
+            return False
+        self._held_comma += character
+        return True
 
     def _holds(self, character: str) -> bool:
         """Whether a character may be a part of a constant, and is held back."""
@@ -622,8 +626,9 @@ def _texts_between(text: str, start: str, end: str) -> Iterator[str]:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a text in JSON. NaN and infinities, which JSON lacks and Python reads, are texts."""
-    return json.loads(text, parse_constant=str)
+    """The value of a text in JSON. NaN and infinities, which JSON lacks and Python reads, are texts;
+    texts may have line feeds."""
+    return json.loads(text, parse_constant=str, strict=False)
 
 
 def _call_of_json(value: Any) -> FunctionCall:
@@ -637,7 +642,9 @@ def _call_of_json(value: Any) -> FunctionCall:
     if not isinstance(value, dict):
         raise ValueError("a call is not an object")
     name = value.get("name", value.get("function"))
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
+    if arguments is None:
+        arguments = {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -437,6 +437,8 @@ class GenerationRequest(FilterFields):
     @classmethod
     def _check_stop_strings(cls, stop: str | list[str] | None) -> str | list[str] | None:
         strings = [stop] if isinstance(stop, str) else stop or []
+        if not all(strings):
+            raise ValueError("it has an empty text; give texts of a character at least")
         characters = sum(map(len, strings))
         if len(strings) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
             raise ValueError(

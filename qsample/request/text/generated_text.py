@@ -136,17 +136,35 @@ class StopStrings:
         self._automaton = _automaton(tuple(strings))
         self._include_match = include_match
         self._state = 0
+        # Whether each character that is held back is hidden; empty if none is.
+        self._hidden: list[bool] = []
         self.match: str | None = None
+
+    @property
+    def has_strings(self) -> bool:
+        """Whether there are any stop strings."""
+        return bool(self._automaton.next[0])
+
+    def put_hidden(self, piece: str) -> str:
+        """As `put`, for a piece that is compared with the stop strings, but is not in the text: a
+        special token."""
+        if not self._hidden:
+            self._hidden = [False] * self._automaton.size[self._state]
+        return self._put(piece, is_hidden=True)
 
     def put(self, piece: str) -> str:
         """The text that `piece` makes certain; "" after a stop string."""
+        return self._put(piece, is_hidden=False)
+
+    def _put(self, piece: str, *, is_hidden: bool) -> str:
         if self.match is not None:
             return ""
         automaton = self._automaton
         if not automaton.next[0]:
-            return piece
+            return "" if is_hidden else piece
         if self._include_match:
-            return self._put_included(piece)
+            certain_text = self._put_included(piece)
+            return "" if is_hidden else certain_text
         certain: list[str] = []
         for character in piece:
             before = self._state
@@ -154,15 +172,36 @@ class StopStrings:
             self._state = after
             held_before = automaton.size[before]
             released = held_before + 1 - automaton.size[after]
-            certain.append(automaton.spelled[before][: min(released, held_before)])
+            text = automaton.spelled[before][: min(released, held_before)]
             if released > held_before:
-                certain.append(character)
+                text += character
+            if self._hidden or is_hidden:
+                self._hidden.append(is_hidden)
+                text = self._shown(text)
+            certain.append(text)
             self.match = automaton.complete[after]
             if self.match is not None:
-                certain.append(automaton.spelled[after][: automaton.size[after] - len(self.match)])
+                certain.append(
+                    self._shown(automaton.spelled[after][: automaton.size[after] - len(self.match)])
+                )
                 self._state = 0
                 break
         return "".join(certain)
+
+    def _shown(self, released: str) -> str:
+        """The characters of the beginning of the held text that are not hidden. They are held no
+        longer."""
+        if not self._hidden:
+            return released
+        hidden = self._hidden[: len(released)]
+        self._hidden = self._hidden[len(released) :]
+        if not any(self._hidden):
+            self._hidden = []
+        return "".join(
+            character
+            for character, is_hidden in zip(released, hidden, strict=True)
+            if not is_hidden
+        )
 
     def _put_included(self, piece: str) -> str:
         """`piece` up to the end of the stop string. Nothing has to be held back for that."""
@@ -180,7 +219,7 @@ class StopStrings:
         automaton = self._automaton
         held = automaton.spelled[self._state][: automaton.size[self._state]]
         self._state = 0
-        return held
+        return self._shown(held)
 
 
 _REPLACEMENT_CHARACTER: Final = "\ufffd"  # An incomplete multi-byte character decodes to it.
@@ -318,6 +357,8 @@ class GeneratedText:
             tokenizer, prompt, skip_special_tokens=skip_special_tokens
         )
         self._stops = StopStrings(stop_strings, include_match=include_stop_str_in_output)
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._includes_stop_token = include_stop_str_in_output
         self._pieces: list[str] = []
 
@@ -335,9 +376,18 @@ class GeneratedText:
         """The text that `token` makes certain. is_stop_token: whether the token ends the row."""
         if is_stop_token and not self._includes_stop_token:
             return ""
-        piece = self._stops.put(self._decoder.put(token))
+        if self._stops.has_strings and self._is_hidden(token):
+            # As in transformers, stop strings may be special tokens, or have some in them.
+            piece = self._stops.put_hidden(
+                self._tokenizer.decode([token], skip_special_tokens=False)
+            )
+        else:
+            piece = self._stops.put(self._decoder.put(token))
         self._pieces.append(piece)
         return piece
+
+    def _is_hidden(self, token: int) -> bool:
+        return self._tokenizer.is_skipped(token, skip_special_tokens=self._skip_special_tokens)
 
     def end(self) -> str:
         """The text that was held back, as no more tokens come."""

@@ -186,3 +186,14 @@ def test_claude_codes_billing_line_spoils_no_prefix(client: TestClient) -> None:
     counted = ask(client, f"{MESSAGES}/count_tokens", messages=quoting).json()["input_tokens"]
     short = ask(client, f"{MESSAGES}/count_tokens", messages=[USER]).json()["input_tokens"]
     assert counted > short + 10, "only the system prompt has such a line"
+
+
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}], None])
+def test_an_empty_system_prompt_is_none(client: TestClient, system: Any) -> None:
+    def count(**fields: Any) -> int:
+        path = f"{MESSAGES}/count_tokens"
+        return int(ask(client, path, messages=[USER], **fields).json()["input_tokens"])
+
+    assert count(system=system) == count()
+    billing = "x-anthropic-billing-header: cc_version=2.1.0; cch=1;"
+    assert count(system=billing) == count()

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 
+from qsample.addons.serve.chats import ChatCompletionRequest
 from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.models import ServedModel, ServedModels, TokenTexts
@@ -140,7 +141,10 @@ def test_the_text_and_bytes_of_each_token() -> None:
     texts = TokenTexts(SimpleNamespace(tokenizer=Tokenizer(by_bytes)))  # type: ignore[arg-type]
     wanted = [("a", b"a"), (" b", b" b"), ("\ufffd", b"\xc3"), ("\ufffd", b"\xa9"), ("<s>", b"<s>")]
     assert [texts.of(token) for token in range(5)] == wanted
-    assert [texts.width(token) for token in range(5)] == [1, 2, 1, 1, 0]
+    assert [texts.width(token) for token in range(5)] == [1, 2, 1, 0, 0], "é has a place, once"
+    assert [texts.label(token) for token in range(5)] == [
+        *("a", " b", r"bytes:\xc3", r"bytes:\xa9", "<s>")
+    ]
 
     by_pieces = tokenizers.Tokenizer(
         BPE({"<unk>": 0, "▁a": 1, "<0xC3>": 2}, [], unk_token="<unk>", byte_fallback=True)
@@ -155,3 +159,31 @@ def test_thoughts_are_split_off_if_asked_for(package: Path, reasoning_parser: st
     with served(package, reasoning_parser=reasoning_parser) as model:
         assert (model.reasoning_reader([5], ANY_TEXT) is None) == (reasoning_parser is None)
         assert model.reasoning_reader([5], AnswerForm(may_have_thoughts=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("special", "parser", "tools", "shows"),
+    [
+        ((), "qwen3", True, False),
+        (("<tool_call>",), None, True, True),
+        (("<tool_call>",), None, False, False),
+        (("</think>",), "qwen3", False, True),
+        (("</think>",), None, True, False),
+        (("<s>",), "qwen3", True, False),
+    ],
+)
+def test_marks_that_are_special_tokens_are_shown(
+    tmp_path: Path, special: tuple[str, ...], parser: str | None, tools: bool, shows: bool
+) -> None:
+    package = fake_package(tmp_path / "package", files={"chat_template.jinja": "<tool_call>"})
+    path = package.path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    tokenizer.add_special_tokens([*special])
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = ChatCompletionRequest.of(
+        {"messages": [{"role": "user", "content": "x"}], "tools": [tool] if tools else None}
+    )
+    with served(package.path, reasoning_parser=parser) as model:
+        model.model.tokenizer = Tokenizer(tokenizer)
+        assert model.reads_special_tokens(body) == shows

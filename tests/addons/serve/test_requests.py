@@ -115,7 +115,10 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
             *({str(n): 1 for n in range(1025)}, []),
         ],
     ),
-    "stop": (["", "a" * 2048, ["a"] * 64, ["a" * 1024] * 2], ["a" * 2049, ["a"] * 65, ["a" * 1025] * 2, 5, [0] * 3]),
+    "stop": (
+        [[], "a" * 2048, ["a"] * 64, ["a" * 1024] * 2],
+        ["", ["a", ""], "a" * 2049, ["a"] * 65, ["a" * 1025] * 2, 5, [0] * 3],
+    ),
     "guided_choice": ([["a"]], [[], [0] * 3]),
     "structured_outputs": (
         [{}, {"choice": ["a"]}, {"json_object": False}], [{"choice": []}, {"choice": [0] * 3}, {"other": 1}]

@@ -396,3 +396,38 @@ def test_a_streamer_does_constant_work_a_token(
     streamer.end()
     assert file.getvalue() == plain([5]) + "\ufffd" * 2000 + "\n"
     assert sum(decoded) < 60 * 2000
+
+
+SPECIAL_STOPS: list[tuple[list[str], str, str | None]] = [
+    (["<s>"], "ab", "<s>"),
+    (["s"], "ab", "s"),
+    (["b<s>c"], "a", "b<s>c"),
+    (["<s>cd"], "ab", "<s>cd"),
+    (["ab<s>"], "", "ab<s>"),
+    (["b<s>x"], "abcd", None),
+    (["<s>x", "b<s>c!"], "abcd", None),
+    (["d"], "abc", "d"),
+]
+
+
+@pytest.mark.parametrize(("stops", "text", "found"), SPECIAL_STOPS)
+def test_stop_strings_may_have_special_tokens(
+    stops: list[str], text: str, found: str | None
+) -> None:
+    """As in transformers. The special tokens themselves are not in the text."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    ids = [*tokenizer.encode("ab", add_special_tokens=False), BOS]
+    ids += tokenizer.encode("cd", add_special_tokens=False)
+    assert tokenizer.decode([BOS], skip_special_tokens=False) == "<s>"
+    generated = GeneratedText(tokenizer, (), stops)
+    pieces = []
+    for token in ids:
+        pieces.append(generated.put(token))
+        if generated.stop_string is not None:
+            break
+    assert "".join(pieces) + generated.end() == text
+    assert (generated.whole, generated.stop_string) == (text, found)
+    with_specials = GeneratedText(tokenizer, (), stops, skip_special_tokens=False)
+    for token in ids:
+        with_specials.put(token)
+    assert with_specials.stop_string == found
