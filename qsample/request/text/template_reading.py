@@ -19,9 +19,9 @@ from qsample.request.text.jinja_template import render_template
 
 _WORD: Final = "qsample-probe"
 _FUNCTION_WORD: Final = "qsample_function"
-# The word is the name of an argument, because some templates spell the names, and some all of JSON.
-_ARGUMENTS: Final = {"qsample_argument": 1}
-_PYTHON_DICT: Final = "{'qsample_argument'"
+# The name of an argument, because some templates spell the names, and some all of JSON.
+_ARGUMENT_WORD: Final = "qsample_argument"
+_PYTHON_DICT: Final = f"{{'{_ARGUMENT_WORD}'"
 _CALL_ID: Final = "call00000"  # Mistral's templates demand ids of nine characters.
 _USER: Final = {"role": "user", "content": "x"}
 _MAX_TEMPLATES: Final = 64
@@ -150,20 +150,21 @@ class TemplateReading:
         text = self._rendered(source, _conversation_with(form.applied(message)))
         if text is None:
             return _Faults(is_refused=True)
-        has_call = form.arguments == "none" or _FUNCTION_WORD in text
-        has_arguments = form.arguments == "none" or next(iter(_ARGUMENTS)) in text
+        num_nones = text.count("None")
+        if form.arguments == "none":
+            return _Faults(num_nones=num_nones)
         return _Faults(
-            lacks_call=not has_call,
-            lacks_arguments=not has_arguments,
+            lacks_call=_FUNCTION_WORD not in text,
+            lacks_arguments=_ARGUMENT_WORD not in text,
             prints_python=_PYTHON_DICT in text,
-            num_nones=text.count("None"),
+            num_nones=num_nones,
         )
 
     def _rendered(
         self, source: str, messages: list[dict[str, Any]], **variables: Any
     ) -> str | None:
         """The text of a conversation; None if the template refuses it."""
-        known = {**self._special_tokens, "tools": None, "add_generation_prompt": False}
+        known = {**self._special_tokens, "tools": None}
         try:
             return render_template(source, messages, known | variables)
         except ValueError:
@@ -202,7 +203,7 @@ def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call() -> dict[str, Any]:
-    function = {"name": _FUNCTION_WORD, "arguments": dict(_ARGUMENTS)}
+    function = {"name": _FUNCTION_WORD, "arguments": {_ARGUMENT_WORD: 1}}
     return {"id": _CALL_ID, "type": "function", "function": function}
 
 

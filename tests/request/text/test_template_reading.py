@@ -31,6 +31,18 @@ ONE_CALL = """{% for m in messages %}{% if 'tool_calls' in m %}
 {%- if m.tool_calls|length != 1 %}{{ raise_exception('one call') }}{% endif %}{{ m.tool_calls[0].function.name }}
 {%- else %}{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"""
 
+NEEDS_CONTENT = """{% for m in messages %}{% if m.content is not defined %}{{ raise_exception('no content') }}
+{%- endif %}{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"""
+# Templates that look at the parts of calls, tools and results.
+FUNCTIONS = """{% for t in tools or [] if t.type == 'function' %}[{{ t.function.name }}]{% endfor %}
+{%- for m in messages %}{{ '<' ~ m.role ~ '>' }}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] if c.type == 'function' and c.id %}{{ c.function.name }}
+{{- c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+RESULTS_OF_PARTS = """{% for m in messages %}{% if m.role == 'tool' %}
+{%- if not m.tool_call_id or m.name is not defined %}{{ raise_exception('whose result?') }}{% endif %}{% for p in m.content %}{{ '<' ~ p.text ~ '>' }}{% endfor %}
+{%- elif m.role == 'user' and loop.index0 % 2 %}{{ raise_exception('turns') }}
+{%- elif m.role == 'user' %}{% for p in m.content %}{{ '(' ~ p.text ~ ')' }}{% endfor %}{% endif %}{% endfor %}"""
+
 USER = {"role": "user", "content": "Time?"}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "now", "content": "12:00"}
 CONTENTS = ("absent", None, "")
@@ -61,6 +73,9 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
         (ARGUMENTS_PRINTED, '<user>Time?<assistant>now({"zone": "Bern"})<tool>12:00'),
         (ARGUMENTS_IN_TAGS, "<user>Time?<assistant>now<zone>Bern<tool>12:00"),
         (ONE_CALL, "<user>Time?now<tool>12:00"),
+        (NEEDS_CONTENT, "<user>Time?<assistant><tool>12:00"),
+        (FUNCTIONS, '<user>Time?<assistant>now{"zone": "Bern"}<tool>12:00'),
+        (RESULTS_OF_PARTS, "(Time?)<12:00>"),
     ],
 )
 def test_the_second_turn_of_a_conversation_with_a_tool(
@@ -72,6 +87,22 @@ def test_the_second_turn_of_a_conversation_with_a_tool(
 def test_arguments_given_as_text_to_a_template_that_walks_through_them() -> None:
     expected = rendered(ARGUMENTS_IN_TAGS, calling("", {"zone": "Bern"}), RESULT)
     assert rendered(ARGUMENTS_IN_TAGS, calling("", '{"zone": "Bern"}'), RESULT) == expected
+
+
+def test_arguments_become_json_as_their_author_wrote_it() -> None:
+    text = rendered(ARGUMENTS_AS_TEXT, calling("", {"zone": "Zürich"}), RESULT)
+    assert 'now({"zone": "Zürich"})' in text
+
+
+@pytest.mark.parametrize("call", [{"id": "1"}, 5, {"function": "f"}, {"function": {"name": "f"}}])
+def test_calls_that_are_no_calls_are_the_templates_affair(call: Any) -> None:
+    counting = "{% for m in messages %}{{ m.role }}{{ (m.tool_calls or [])|length }}{% endfor %}"
+    sent = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert ChatTemplates(counting, SPECIAL).render(sent) == "user0assistant1"
+    needs_text = counting.replace(
+        "m.role }}", "m.role + (m.tool_calls or [{}])[0].x|default('') }}"
+    )
+    assert ChatTemplates(needs_text, SPECIAL).render(sent) == "user0assistant1"
 
 
 @pytest.mark.parametrize("template", [JOINED, PRINTED, IS_NONE, ARGUMENTS_IN_TAGS, CHATML])
@@ -108,6 +139,7 @@ def test_conversations_of_both_forms_with_one_object() -> None:
         (QWEN, []),
         (HERMES, []),
         (MISTRAL, []),
+        (FUNCTIONS, []),
     ],
 )
 def test_what_a_template_leaves_out(template: str, unread: list[str]) -> None:
