@@ -39,7 +39,8 @@ FUNCTIONS = """{% for t in tools or [] if t.type == 'function' %}[{{ t.function.
 {%- for c in m.tool_calls or [] if c.type == 'function' and c.id %}{{ c.function.name }}
 {{- c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
 RESULTS_OF_PARTS = """{% for m in messages %}{% if m.role == 'tool' %}
-{%- if not m.tool_call_id or m.name is not defined %}{{ raise_exception('whose result?') }}{% endif %}{% for p in m.content %}{{ '<' ~ p.text ~ '>' }}{% endfor %}
+{%- if not m.tool_call_id or m.name is not defined %}{{ raise_exception('whose result?') }}{% endif %}
+{%- for p in m.content %}{{ '<' ~ p.text ~ '>' }}{% endfor %}
 {%- elif m.role == 'user' and loop.index0 % 2 %}{{ raise_exception('turns') }}
 {%- elif m.role == 'user' %}{% for p in m.content %}{{ '(' ~ p.text ~ ')' }}{% endfor %}{% endif %}{% endfor %}"""
 
