@@ -26,15 +26,16 @@ from qsample.contract.tensors import (
     VOCAB,
     TensorSpec,
 )
-from qsample.errors import ParityError, QsampleError
+from qsample.errors import ParityError, QsampleError, UnsupportedModelError
 from qsample.exporters import parity
-from qsample.graph.join import append_sampler
+from qsample.graph.join import append_sampler, append_scorer
 from qsample.graph.operators import OPSET, is_matmul_nbits
 from qsample.graph.packed import in_nibbles, offsets_of
 from qsample.graph.weights import narrow_weights, save_beside
 from qsample.package.manifest import Manifest, Source, TokenIds
 from qsample.progress import Stage, Stages
 from qsample.sampler import build_sampler
+from qsample.sampler.scores import build_scores
 from qsample.sampler.philox import noise_buffer
 from qsample.sampler.tensor import Tensor, building, op, size
 
@@ -141,6 +142,10 @@ def write_graphs(
     sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
+        if interface.features.prompt_logprobs and not append_scorer(model, build_scores(interface)):
+            raise UnsupportedModelError(
+                "prompt_logprobs needs a model whose logits come from each row's last hidden state alone; leave it out"
+            )
     else:
         ir.save(sampler, folder / "sampler.onnx")
     if refer:

@@ -138,6 +138,7 @@ class Call:
         prediction: the text or the token ids that the continuation of a single prompt is expected
             to have. Packages that were compiled with num_speculative_tokens guess these tokens.
             This changes the speed only.
+        prompt_logprobs: whether a request of an engine scores its prompt, see `Engine.add_request`.
         outputs: the names of the optional outputs to return, a list; by default all that the
             package has. The other outputs are not read from the device.
         return_dict: False makes `generate` return the array of the sequences only.
@@ -169,6 +170,7 @@ class Call:
     )
     grammar: Any = field(default=None, metadata=_keyword())
     thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
+    prompt_logprobs: bool = field(default=False, metadata=_keyword(check=_flag_or(False)))
     outputs: Any = field(default=None, metadata=_keyword())
     prediction: Any = field(default=None, metadata=_keyword())
     stopping_criteria: Any = field(default=None, metadata=_keyword())

@@ -43,7 +43,7 @@ from qsample.request.text.generated_text import (
 )
 from qsample.request.text.tokenizer import Tokenizer, choose_tokenizer
 from qsample.runtime.adapters import Adapter
-from qsample.runtime.call import Call, check_token_ids, parse_prompts, read_array
+from qsample.runtime.call import Call, Prompt, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
 from qsample.runtime.sequence import Delivery, Sequence, SequenceImages, SequenceRequest
@@ -93,6 +93,12 @@ def make_sequences(
     prompts = parse_prompts(
         call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent
     )
+    scored_ids: list[Array | None] = [None] * len(prompts)
+    if call.prompt_logprobs:
+        _check_scoring(interface, prompts)
+        call = _scoring_call(call)
+        scored_ids = [prompt.ids[1:] for prompt in prompts]
+        prompts = [Prompt(prompt.ids[:-1], prompt.ids[:-1]) for prompt in prompts]
     params = _params_of_prompts(call.params, len(prompts))
     rows_per_prompt = call.num_return_sequences
     _check_draws(params, rows_per_prompt)
@@ -163,6 +169,7 @@ def make_sequences(
             adapter=fitted[index].adapter,
             output_names=output_names,
             grammar=grammars[index],
+            scored_ids=scored_ids[index],
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         sequences.append(Sequence(request, Delivery(text, repetitions), images))
@@ -170,6 +177,46 @@ def make_sequences(
         return sequences, None
     assert masks is not None
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
+
+
+def _check_scoring(interface: Interface, prompts: abc.Sequence[Prompt]) -> None:
+    """Raise ArgumentError unless the tokens of prompts can be scored."""
+    name = "prompt_logprobs"
+    if not interface.features.prompt_logprobs:
+        raise ArgumentError(
+            f"{name} is True, and the package does not score prompts; export the model with "
+            "prompt_logprobs=True (--prompt-logprobs, or --for-serving) and compile it for cpu without "
+            "num_speculative_tokens and num_devices, or leave it out",
+            name,
+        )
+    for prompt in prompts:
+        if prompt.images is not None:
+            raise ArgumentError(f"{name} is True, and the prompt has images; leave out either", name)
+        if len(prompt.ids) < 2:
+            raise ArgumentError(
+                f"{name} is True, and the prompt is a single token, which nothing precedes; give a "
+                "prompt of two tokens or more, or leave it out",
+                name,
+            )
+
+
+def _scoring_call(call: Call) -> Call:
+    """A call that only reads its prompts: its rows sample a token that nobody gets."""
+    is_shared = isinstance(call.params, SamplingParams)
+    rows: Any = [call.params] if is_shared else call.params
+    params = [
+        SamplingParams(temperature=0.0, max_new_tokens=1, eos_token_id=(), adapter=row.adapter)
+        for row in rows
+    ]
+    return replace(
+        call,
+        params=params[0] if is_shared else params,
+        allowed_tokens=None,
+        grammar=None,
+        thinking_token_budget=None,
+        prediction=None,
+        outputs=(),
+    )
 
 
 def _with_allowed_ids(call: Call, interface: Interface, token_ids: TokenIds) -> Call:
