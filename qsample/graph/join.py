@@ -131,23 +131,24 @@ def _take_out(
     return inputs, nodes
 
 
-def append_scorer(decoder: ir.Model, scorer: ir.Model) -> bool:
+def takes_scorer(model: ir.Model) -> bool:
+    """Whether `append_scorer` can change a graph: only each row's last hidden state leads to the
+    logits."""
+    return choice_of_position(_find(model.graph, LOGITS.name)) is not None
+
+
+def append_scorer(decoder: ir.Model, scorer: ir.Model) -> None:
     """Append a scorer to a decode graph with its sampler, in place.
 
     Args:
-        decoder: the graph. Its new inputs are initializers without elements that a call may
-            replace, so calls that score nothing need not feed them.
+        decoder: the graph, for which `takes_scorer` holds. Its new inputs are initializers without
+            elements that a call may replace, so calls that score nothing need not feed them.
         scorer: the graph from `ALL_LOGITS` and `SCORED_IDS` on; it is empty afterwards.
-
-    Returns:
-        False if more than the choice of each row's last token leads from the tokens to the logits;
-        nothing is changed then.
     """
     graph = decoder.graph
     logits = _find(graph, LOGITS.name)
     choice = choice_of_position(logits)
-    if choice is None:
-        return False
+    assert choice is not None
     places, ids = (_input_without_elements(graph, spec) for spec in _SCORER_INPUTS)
     rows = ALL_LOGITS.axes[0]
     _set_rows(graph, choice.outputs[0], logits, rows)
@@ -157,7 +158,6 @@ def append_scorer(decoder: ir.Model, scorer: ir.Model) -> bool:
     _, nodes = _take_out(scorer.graph, graph, known, _SCORER_PREFIX)
     graph.extend(nodes)
     graph.outputs.extend(outputs)
-    return True
 
 
 def _input_without_elements(graph: ir.Graph, spec: TensorSpec) -> ir.Value:

@@ -53,6 +53,12 @@ def _keyword(
     return {_METADATA_KEY: Keyword(name, check, in_config)}
 
 
+def _scores_prompt(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        refuse(name, value, "True, for the alternatives that the package has (top_logprobs), or False")
+    return bool(value)
+
+
 def _count(name: str, value: Any) -> int:
     if value is None:
         return 1
@@ -170,7 +176,7 @@ class Call:
     )
     grammar: Any = field(default=None, metadata=_keyword())
     thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
-    prompt_logprobs: bool = field(default=False, metadata=_keyword(check=_flag_or(False)))
+    prompt_logprobs: bool = field(default=False, metadata=_keyword(check=_scores_prompt))
     outputs: Any = field(default=None, metadata=_keyword())
     prediction: Any = field(default=None, metadata=_keyword())
     stopping_criteria: Any = field(default=None, metadata=_keyword())
