@@ -105,11 +105,12 @@ def test_scores_of_packages_for_the_cpu(
 
 
 def check_many_prompts(model: CausalLM, oracle: Scores) -> None:
-    """Prompts of a token more or less than a piece, several at once, the longest of which fills the context."""
+    """Prompts of a token more or less than a piece, several at once, the longest of which fills the context. Some are
+    equal, or have the same length."""
     vocab_size = model.interface.vocab_size
-    prompts = [
-        prompt_of(length, vocab_size, length) for length in (2, 3, 64, 65, 66, 129, CTX_LEN)
-    ]
+    lengths = (30, 30, 30, 2, 3, 64, 65, 66, 129, CTX_LEN)
+    prompts = [prompt_of(length, vocab_size, seed) for seed, length in enumerate(lengths)]
+    prompts += [prompts[-1]] * 2
     with Engine(model, slots=3) as engine:
         requests = [engine.add_request(ids, prompt_logprobs=True) for ids in prompts]
         for ids, request in zip(prompts, requests, strict=True):
