@@ -23,7 +23,10 @@ from report import describe_machine, make_parser, print_table
 from qsample.addons.serve.answers import ForcedTokens
 from qsample.runtime import Engine, Request, SamplingParams, load
 
-HEADER = ("tokens", "prompts at once", "sampled, s", "in pieces, s", "read only, s", "times as fast", "quartiles", "of reading")  # fmt: skip
+HEADER = (
+    "tokens", "prompts at once",
+    "sampled, s", "in pieces, s", "read only, s", "times as fast", "quartiles", "of reading",
+)  # fmt: skip
 Prompt = list[int]
 
 

@@ -576,7 +576,5 @@ PROMPT_TOP_LOGPROB_OUTPUTS: Final = (
         (SCORED, TOP_LOGPROBS),
         "the M likeliest tokens there, likeliest first",
     ),
-    TensorSpec(
-        "prompt_top_logprobs", "float32", (SCORED, TOP_LOGPROBS), "their log-probabilities"
-    ),
+    TensorSpec("prompt_top_logprobs", "float32", (SCORED, TOP_LOGPROBS), "their log-probabilities"),
 )

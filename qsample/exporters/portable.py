@@ -36,8 +36,8 @@ from qsample.graph.weights import narrow_weights, save_beside
 from qsample.package.manifest import Manifest, Source, TokenIds
 from qsample.progress import Stage, Stages
 from qsample.sampler import build_sampler
-from qsample.sampler.scores import build_scores
 from qsample.sampler.philox import noise_buffer
+from qsample.sampler.scores import build_scores
 from qsample.sampler.tensor import Tensor, building, op, size
 
 _IR_VERSION = 10

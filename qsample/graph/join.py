@@ -162,16 +162,16 @@ def append_scorer(decoder: ir.Model, scorer: ir.Model) -> None:
 
 def _input_without_elements(graph: ir.Graph, spec: TensorSpec) -> ir.Value:
     """A new input of the graph, [0] if a call does not give it."""
-    value = ir.Value(name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType.INT32))
+    value = ir.Value(
+        name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType.INT32)
+    )
     value.const_value = ir.tensor(np.zeros(0, np.int32), name=spec.name)
     graph.inputs.append(value)
     graph.register_initializer(value)
     return value
 
 
-def _join_states(
-    graph: ir.Graph, choice: ir.Node, places: ir.Value, rows: str | int
-) -> None:
+def _join_states(graph: ir.Graph, choice: ir.Node, places: ir.Value, rows: str | int) -> None:
     """Let the states at `places` follow the chosen states, for all who read these."""
     chosen = choice.outputs[0]
     states = choice.inputs[0]
@@ -201,7 +201,8 @@ def _cut_to_rows(graph: ir.Graph, logits: ir.Value) -> ir.Value:
     node.resize_inputs(4)
     node.replace_input_with(2, count)
     node.replace_input_with(3, start)
-    cut.shape = ir.Shape([lengths.shape[0], *list(logits.shape)[1:]]) if lengths.shape and logits.shape else None
+    if lengths.shape is not None and logits.shape is not None:
+        cut.shape = ir.Shape([lengths.shape[0], *list(logits.shape)[1:]])
     logits.name = f"{_SCORER_PREFIX}{ALL_LOGITS.name}"
     cut.name = LOGITS.name
     return logits
@@ -209,7 +210,9 @@ def _cut_to_rows(graph: ir.Graph, logits: ir.Value) -> ir.Value:
 
 def _remove_scorer(graph: ir.Graph) -> None:
     """Take out what `append_scorer` added; nothing for a graph without a scorer."""
-    added = [value for value in graph.inputs if value.name in {spec.name for spec in _SCORER_INPUTS}]
+    added = [
+        value for value in graph.inputs if value.name in {spec.name for spec in _SCORER_INPUTS}
+    ]
     if not added:
         return
     places = next(value for value in added if value.name == SCORED_PLACES.name)

@@ -55,7 +55,9 @@ def _keyword(
 
 def _scores_prompt(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        refuse(name, value, "True, for the alternatives that the package has (top_logprobs), or False")
+        refuse(
+            name, value, "True, for the alternatives that the package has (top_logprobs), or False"
+        )
     return bool(value)
 
 
@@ -407,11 +409,13 @@ class Prompt(NamedTuple):
         ids: [n] int64, n >= 1, the tokens that the model reads.
         given: [m] int64, the same tokens and their padding.
         images: the prompt's images; None without any.
+        scored_ids: [n] int64, the token to score after each of `ids`; None to score none.
     """
 
     ids: Array
     given: Array
     images: ImagePrompt | None = None
+    scored_ids: Array | None = None
 
     @property
     def identities(self) -> Array:

@@ -93,12 +93,8 @@ def make_sequences(
     prompts = parse_prompts(
         call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent
     )
-    scored_ids: list[Array | None] = [None] * len(prompts)
-    if call.prompt_logprobs:
-        _check_scoring(interface, prompts)
-        call = _scoring_call(call)
-        scored_ids = [prompt.ids[1:] for prompt in prompts]
-        prompts = [Prompt(prompt.ids[:-1], prompt.ids[:-1]) for prompt in prompts]
+    prompts = _scored_prompts(call, interface, prompts)
+    call = _scoring_call(call)
     params = _params_of_prompts(call.params, len(prompts))
     rows_per_prompt = call.num_return_sequences
     _check_draws(params, rows_per_prompt)
@@ -169,7 +165,7 @@ def make_sequences(
             adapter=fitted[index].adapter,
             output_names=output_names,
             grammar=grammars[index],
-            scored_ids=scored_ids[index],
+            scored_ids=prompt.scored_ids,
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         sequences.append(Sequence(request, Delivery(text, repetitions), images))
@@ -179,8 +175,11 @@ def make_sequences(
     return sequences, Guide(call.allowed_tokens, sequences, masks, token_ids.pad)
 
 
-def _check_scoring(interface: Interface, prompts: abc.Sequence[Prompt]) -> None:
-    """Raise ArgumentError unless the tokens of prompts can be scored."""
+def _scored_prompts(call: Call, interface: Interface, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts of a call. If their tokens are scored, from the second on, the last token need not
+    be read. Raises ArgumentError if they cannot be scored."""
+    if not call.prompt_logprobs:
+        return prompts
     name = "prompt_logprobs"
     if not interface.features.prompt_logprobs:
         raise ArgumentError(
@@ -191,17 +190,25 @@ def _check_scoring(interface: Interface, prompts: abc.Sequence[Prompt]) -> None:
         )
     for prompt in prompts:
         if prompt.images is not None:
-            raise ArgumentError(f"{name} is True, and the prompt has images; leave out either", name)
+            raise ArgumentError(
+                f"{name} is True, and the prompt has images; leave out either", name
+            )
         if len(prompt.ids) < 2:
             raise ArgumentError(
                 f"{name} is True, and the prompt is a single token, which nothing precedes; give a "
                 "prompt of two tokens or more, or leave it out",
                 name,
             )
+    return [
+        Prompt(prompt.ids[:-1], prompt.ids[:-1], scored_ids=prompt.ids[1:]) for prompt in prompts
+    ]
 
 
 def _scoring_call(call: Call) -> Call:
-    """A call that only reads its prompts: its rows sample a token that nobody gets."""
+    """A call; if it scores its prompts, it only reads them: its rows sample a token that nobody
+    gets."""
+    if not call.prompt_logprobs:
+        return call
     is_shared = isinstance(call.params, SamplingParams)
     rows: Any = [call.params] if is_shared else call.params
     params = [

@@ -32,9 +32,7 @@ def scored_package(exported: Callable[..., Path], shared_folder: Path) -> Callab
         portable = read_package(exported(family, for_serving=True))
         chosen = CompileOptions(ctx_len=CTX_LEN, **options)
         name = "-".join(["scored", family, *(f"{key}-{value}" for key, value in options.items())])
-        return made_once(
-            shared_folder / name, lambda path: compile_package(portable, path, chosen)
-        )
+        return made_once(shared_folder / name, lambda path: compile_package(portable, path, chosen))
 
     return make
 
@@ -89,9 +87,7 @@ def check(outputs: Any, logprobs: np.ndarray, ids: list[int], atol: float = 2e-4
     assert np.all(ranks[:, 0] <= 1 + (logprobs > own[:, None] - 2 * atol).sum(-1))
 
 
-def test_scores_are_those_of_transformers(
-    llama: CausalLM, oracle: Callable[[str], Scores]
-) -> None:
+def test_scores_are_those_of_transformers(llama: CausalLM, oracle: Callable[[str], Scores]) -> None:
     check_many_prompts(llama, oracle("llama"))
 
 
@@ -151,15 +147,14 @@ def test_other_requests_of_packages_for_the_cpu(
 
 
 def check_other_requests(model: CausalLM, options: Any) -> None:
-    """The tokens and log-probabilities of answers are the same, bit by bit, while prompts are scored beside them; also of
-    answers to scored prompts, which are not read again."""
+    """The tokens and log-probabilities of answers are the same, bit by bit, while prompts are scored beside them; also
+    of answers to scored prompts, which are not read again."""
     vocab_size = model.interface.vocab_size
     prompts = [prompt_of(length, vocab_size, length) for length in (70, 5, 130, 1, 64)]
     params = SamplingParams(temperature=0.9, max_new_tokens=20, eos_token_id=())
     with Engine(model, **options) as engine:
         alone = [
-            engine.add_request(ids, params, seed=seed).result()
-            for seed, ids in enumerate(prompts)
+            engine.add_request(ids, params, seed=seed).result() for seed, ids in enumerate(prompts)
         ]
     with Engine(model, **options) as engine:
         requests = []
@@ -242,10 +237,14 @@ def test_packages_for_one_row_and_of_fewer_bits(
 
 def test_refusals(llama: CausalLM, llama_package: Path) -> None:
     with Engine(llama, slots=1) as engine:
-        with pytest.raises(ValueError, match="the prompt is a single token, which nothing precedes"):
+        with pytest.raises(
+            ValueError, match="the prompt is a single token, which nothing precedes"
+        ):
             engine.add_request([[5]], prompt_logprobs=True)
         for value in (1, 0, "yes"):
-            with pytest.raises(ValueError, match="prompt_logprobs is .*; give True, for the altern"):
+            with pytest.raises(
+                ValueError, match=r"prompt_logprobs is .*; give True, for the altern"
+            ):
                 engine.add_request([[5, 6]], prompt_logprobs=value)
         for value in (None, False):
             output = engine.add_request([[5, 6]], prompt_logprobs=value, max_new_tokens=1).result()
@@ -255,7 +254,9 @@ def test_refusals(llama: CausalLM, llama_package: Path) -> None:
     plain = load(llama_package, intra_op_num_threads=1)
     with (
         Engine(plain, slots=1) as engine,
-        pytest.raises(ValueError, match="the package does not score prompts; export the model with"),
+        pytest.raises(
+            ValueError, match="the package does not score prompts; export the model with"
+        ),
     ):
         engine.add_request([[5, 6]], prompt_logprobs=True)
 
@@ -267,8 +268,6 @@ def test_packages_that_leave_scores_out(
 ) -> None:
     portable = read_package(exported("llama", for_serving=True))
     assert portable.interface.features.prompt_logprobs
-    package = compile_package(
-        portable, tmp_path / "package", CompileOptions(ctx_len=32, **options)
-    )
+    package = compile_package(portable, tmp_path / "package", CompileOptions(ctx_len=32, **options))
     assert not package.interface.features.prompt_logprobs
     assert load(package.path).generate([[5, 6]], max_new_tokens=2, eos_token_id=()).token_ids

@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts, of packages that score whole pieces and of others; the oracle is transformers in float64."""
+"""Log-probabilities of prompts, of packages that score whole pieces and of others; the oracle is transformers in
+float64."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def ask(scoring_server: ServerProcess) -> Callable[..., Any]:
     return post
 
 
-def test_echo_and_logprobs(scoring_server: ServerProcess, served_model: CausalLM, scores: Any) -> None:
+def test_echo_and_logprobs(
+    scoring_server: ServerProcess, served_model: CausalLM, scores: Any
+) -> None:
     assert served_model.tokenizer is not None
     ids = served_model.tokenizer.encode(PROMPT)
     client = openai.OpenAI(base_url=f"{scoring_server.url}/v1", api_key="none", max_retries=0)
