@@ -190,10 +190,7 @@ class Features:
         rank = _rank("max_lora_rank", self.max_lora_rank, 1) if self.max_loras else 0
         object.__setattr__(self, "max_lora_rank", rank)
         if self.prompt_logprobs and not (self.sampler and self.logprobs):
-            raise ValueError(
-                f"prompt_logprobs is True with include_sampler={self.sampler} and logprobs={self.logprobs}; it needs "
-                "both, or leave it out"
-            )
+            refuse("prompt_logprobs", True, "it with include_sampler and logprobs, or False")
 
     def for_serving(self) -> Features:
         """These features, and all features that a request of OpenAI's API may need: biases, masks,

@@ -77,5 +77,7 @@ def test_without_alternatives() -> None:
 
 @pytest.mark.parametrize("features", [{"logprobs": False}, {"sampler": False}], ids=str)
 def test_what_scores_need(features: dict[str, bool]) -> None:
-    with pytest.raises(ValueError, match="prompt_logprobs is True with include_sampler="):
+    with pytest.raises(
+        ValueError, match="prompt_logprobs is True; give it with include_sampler and logprobs"
+    ):
         Features(**{"logprobs": True, "prompt_logprobs": True, **features})  # type: ignore[arg-type]
