@@ -246,8 +246,8 @@ def test_refusals(llama: CausalLM, llama_package: Path) -> None:
                 ValueError, match=r"prompt_logprobs is .*; give True, for the altern"
             ):
                 engine.add_request([[5, 6]], prompt_logprobs=value)
-        for value in (None, False):
-            output = engine.add_request([[5, 6]], prompt_logprobs=value, max_new_tokens=1).result()
+        for off in (None, False):
+            output = engine.add_request([[5, 6]], prompt_logprobs=off, max_new_tokens=1).result()
             assert (output.prompt_outputs, len(output.token_ids)) == ({}, 1)
     with pytest.raises(ValueError, match="prompt_logprobs is for requests of an Engine"):
         llama.generate([[5, 6]], prompt_logprobs=True)

@@ -528,7 +528,7 @@ class Slots:
         places = np.arange(count, dtype=SCORED_PLACES.dtype)
         buffers[SCORED_PLACES.name] = Buffer.of(places, self._device)
         buffers[SCORED_IDS.name] = Buffer.of(next_ids.astype(SCORED_IDS.dtype), self._device)
-        # Each call has other sizes, so its graph is bound anew, which takes microseconds.
+        # Each call has other sizes, so its graph is bound anew, which takes less than a millisecond.
         self._bind_scoring_decoder(buffers, captured=False).run()
         return {name: buffer.read() for name, buffer in outputs.items()}
 
