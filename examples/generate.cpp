@@ -126,7 +126,8 @@ void generate(const std::string& folder, const Numbers& prompt, std::map<std::st
            " or more, and a shorter prompt if the context is full");
   }
 
-  Ort::Env environment;
+  // ONNX Runtime warns of inputs that have a default, such as those for scores of prompts.
+  Ort::Env environment(ORT_LOGGING_LEVEL_ERROR);
   const auto open = [&](const std::string& name) {
     const std::string path = folder + "/" + name;
     return Ort::Session(environment, std::basic_string<ORTCHAR_T>(path.begin(), path.end()).c_str(), {});

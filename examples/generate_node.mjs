@@ -48,7 +48,8 @@ if (ids.length >= capacity) fail(`the prompt has ${ids.length} tokens and the co
 
 const tensor = (type, numbers, shape = [numbers.length]) =>
   new ort.Tensor(type, ARRAYS[type].from(numbers, type === "int64" ? BigInt : Number), shape);
-const open = name => ort.InferenceSession.create(join(folder, name), { executionProviders: ["cpu"] });
+// Only errors: ONNX Runtime warns of inputs that have a default, such as those for scores of prompts.
+const open = name => ort.InferenceSession.create(join(folder, name), { executionProviders: ["cpu"], logSeverityLevel: 3 });
 const decoder = await open("decoder.onnx"), initialState = await open("initial_state.onnx");
 const seed = new ort.Tensor("int64", [BigInt(given.seed)], [1]); // as BigInt: a seed has 63 bits
 

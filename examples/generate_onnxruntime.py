@@ -124,6 +124,8 @@ def main() -> None:
         compilation["provider_options"] if compilation else {},
         *({} for _ in providers[1:]),
     ]
+    # Only errors: ONNX Runtime warns of inputs that have a default, such as those for scores of prompts.
+    ort.set_default_logger_severity(3)
     decoder = ort.InferenceSession(
         args.package / "decoder.onnx", providers=providers, provider_options=provider_options
     )

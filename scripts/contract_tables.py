@@ -231,6 +231,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "images": images,
     "states": states,
     "outputs": outputs,
+    "prompt_scores": lambda: (
+        tensors((contract.SCORED_PLACES, contract.SCORED_IDS))
+        + "\n"
+        + tensors(
+            (contract.PROMPT_LOGPROBS, contract.PROMPT_RANKS, *contract.PROMPT_TOP_LOGPROB_OUTPUTS)
+        )
+    ),
     "initial_state": lambda: tensors((contract.SEED, contract.CAPACITY_INPUT)),
     "spellings": spellings,
     "steps": steps,

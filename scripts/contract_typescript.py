@@ -99,6 +99,9 @@ def module() -> str:
             contract.LOGPROBS,
             *contract.TOP_LOGPROB_OUTPUTS,
             contract.PROBS,
+            contract.PROMPT_LOGPROBS,
+            contract.PROMPT_RANKS,
+            *contract.PROMPT_TOP_LOGPROB_OUTPUTS,
         ),
     }
     tables: dict[str, tuple[str, Any]] = {

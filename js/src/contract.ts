@@ -77,6 +77,10 @@ export const OUTPUTS: readonly TensorSpec[] = [
   {"name": "top_logprob_ids", "dtype": "int32", "axes": ["B", "M"], "off": null, "readOnly": false},
   {"name": "top_logprobs", "dtype": "float32", "axes": ["B", "M"], "off": null, "readOnly": false},
   {"name": "probs", "dtype": "float32", "axes": ["B", "V"], "off": null, "readOnly": false},
+  {"name": "prompt_logprobs", "dtype": "float32", "axes": ["U", 1], "off": null, "readOnly": false},
+  {"name": "prompt_ranks", "dtype": "int32", "axes": ["U", 1], "off": null, "readOnly": false},
+  {"name": "prompt_top_logprob_ids", "dtype": "int32", "axes": ["U", "M"], "off": null, "readOnly": false},
+  {"name": "prompt_top_logprobs", "dtype": "float32", "axes": ["U", "M"], "off": null, "readOnly": false},
 ];
 export const EXTRA_PARAMETERS: Readonly<Record<string, readonly TensorSpec[]>> = {
   "typical_p": [{"name": "typical_p", "dtype": "float32", "axes": ["B"], "off": 1.0, "readOnly": false}],

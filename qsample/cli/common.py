@@ -160,7 +160,7 @@ class FeatureOptions:
         bool,
         typer.Option(
             "--for-serving",
-            help="All four, 20 likeliest tokens and penalty_last_n: what qsample serve may be asked for.",
+            help="Biases, masks, grammars, log-probabilities, penalty_last_n: what qsample serve may be asked for.",
         ),
     ] = False
 

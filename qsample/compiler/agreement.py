@@ -34,7 +34,7 @@ from qsample.contract.tensors import (
 )
 from qsample.errors import CompileError
 from qsample.graph.join import return_logits, split_at_logits
-from qsample.graph.runner import GraphRunner
+from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.graph.weights import load_graph
 from qsample.ort.rounding import measured
 from qsample.ort.session import open_sessions
@@ -95,6 +95,8 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     device = _device(plan, published, target, len(batches[0]))
     texts = [_written(device, plan, rows) for rows in batches]
     replays = device.replays if isinstance(device, Published) else 0
+    if plan.interface.features.prompt_logprobs and isinstance(device, GraphRunner):
+        _check_scores(device, plan, len(batches[0]))
     del device  # before the next graph opens its session
     model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
     own_logits = plan.quantized and texts[0][0].logits.size > 0
@@ -119,6 +121,24 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     if plan.dtype == "float32" and not plan.quantized:
         _compare_logits(texts, portable)
     return SelfTest(tokens, agreeing, replayed=len(batches[0]) * replays)
+
+
+def _check_scores(device: GraphRunner, plan: CompilePlan, rows: int) -> None:
+    """Raise CompileError if the graph's scores are not those of its own logits."""
+    width = min(_PROMPT_TOKENS, plan.ctx_len - 1)
+    vocab_size = plan.source.interface.vocab_size
+    ids, following = np.random.default_rng(0).integers(0, vocab_size, (2, rows, width))
+    lengths = np.array([width, 1, 1, width])[:rows]
+    scored_ids = following[:, 0]
+    parameters = scores_of_last_tokens(ids, lengths, scored_ids)
+    results = device.step(ids, lengths, device.start(rows), parameters)
+    error = error_of_scores(results, scored_ids)
+    most = _MAX_RELATIVE_ERROR * max(1.0, float(np.abs(results[LOGITS.name]).max()))
+    if not error <= most:
+        raise CompileError(
+            f"self-test failed: the compiled graph's prompt_logprobs differ from the log-softmax of its logits by "
+            f"{error:.3g}, more than {most:.3g}; export the model without prompt_logprobs"
+        )
 
 
 def _device(

@@ -24,9 +24,10 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.quantize.packed_experts import num_packed_experts
-from qsample.compiler.targets import Target, find_target
+from qsample.compiler.targets import Capability, Target, find_target
 from qsample.compiler.targets.requirements import check_plan
 from qsample.compiler.vision import compare_vision, compile_vision
+from qsample.contract.interface import Interface
 from qsample.contract.tensors import BATCH, BLOCK_SIZES, STEPS_ONNXRUNTIME
 from qsample.errors import CompileError
 from qsample.exporters.portable import build_initial_state
@@ -55,7 +56,7 @@ def compile_package(
     check_plan(target, plan)
     for name in source.interface.graphs:
         source.check_graph(name)
-    plan = replace(plan, interface=target.interface(plan))
+    plan = replace(plan, interface=_interface(plan, target))
     dump = (
         None
         if options.debug_dump is None
@@ -105,6 +106,19 @@ def compile_package(
         raise refused
     stages.finish()
     return package.read_package(path, verify=False)
+
+
+def _interface(plan: CompilePlan, target: Target) -> Interface:
+    """The interface of the compiled package. Whatever does not go with scores of prompts leaves them out: they change
+    the speed only."""
+    interface = target.interface(plan)
+    scores = (
+        interface.features.prompt_logprobs
+        and Capability.PROMPT_LOGPROBS in target.capabilities
+        and not plan.options.num_speculative_tokens
+        and plan.options.num_devices == 1
+    )
+    return replace(interface, features=replace(interface.features, prompt_logprobs=scores))
 
 
 def _build(

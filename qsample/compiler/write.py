@@ -24,12 +24,13 @@ from qsample.contract.tensors import CAPACITY, LOGITS
 from qsample.errors import CompileError, QsampleError
 from qsample.graph import gqa
 from qsample.graph.edit import all_initializers, fix_axes
-from qsample.graph.join import append_sampler
+from qsample.graph.join import append_sampler, append_scorer
 from qsample.graph.save import Place, WeightFile, save_graph
 from qsample.ort.options import NO_PREPACKING, session_options
 from qsample.ort.providers import compile_context, open_session
 from qsample.package.manifest import GraphPart
 from qsample.sampler import build_sampler
+from qsample.sampler.scores import build_scores
 
 CONTEXT: Final = "EPContext"
 # Browsers load a file of weights as a whole.
@@ -43,6 +44,13 @@ def join_sampler(build: Build) -> None:
     """Append the sampler that was cut off, unless the package samples on the host."""
     if build.sampler is not None:
         append_sampler(build.model, build.sampler, build.plan.interface.without_guesses().decoder)
+
+
+def join_scorer(build: Build) -> None:
+    """Append the scorer of prompts if the package has one."""
+    if build.plan.interface.features.prompt_logprobs:
+        # The portable graph has a scorer, so this graph can have one.
+        append_scorer(build.model, build_scores(build.plan.interface))
 
 
 def join_flat_sampler(build: Build, *, for_webgpu: bool = False) -> None:

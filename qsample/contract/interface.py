@@ -59,7 +59,12 @@ from qsample.contract.tensors import (
     PIXEL_VALUES,
     POSITION_OFFSETS,
     PROBS,
+    PROMPT_LOGPROBS,
+    PROMPT_RANKS,
+    PROMPT_TOP_LOGPROB_OUTPUTS,
     SAMPLER_STATES,
+    SCORED_IDS,
+    SCORED_PLACES,
     SEARCHED_ROWS,
     SEED,
     SPECULATION_INPUTS,
@@ -107,6 +112,8 @@ class Features:
         top_logprobs: M; 0 switches it off.
         filters: Names in `EXTRA_PARAMETERS`, in its order. Each adds its inputs, and some add a
             state.
+        prompt_logprobs: Whether a call can score the tokens of a prompt. It needs `sampler` and
+            `logprobs`.
         num_speculative_tokens: G, the largest number of tokens that a step may guess for a row and
             check; 0 for none. `compile` adds it.
         max_loras: The largest number of LoRA adapters in a batch; 0 for none, which adds no inputs.
@@ -132,6 +139,9 @@ class Features:
         "an integer >= 0 (0 = off)",
         help="Also return the M likeliest tokens.",
         metavar="M",
+    )
+    prompt_logprobs: bool = flag(
+        False, help="Also score whole pieces of prompts.", **stored(omitted=False)
     )
     probs: bool = flag(
         False, help="Also return the sampled distribution, `probs`.", argument="return_pdfs"
@@ -179,6 +189,8 @@ class Features:
         check_fields(self)
         rank = _rank("max_lora_rank", self.max_lora_rank, 1) if self.max_loras else 0
         object.__setattr__(self, "max_lora_rank", rank)
+        if self.prompt_logprobs and not (self.sampler and self.logprobs):
+            refuse("prompt_logprobs", True, "it with include_sampler and logprobs, or False")
 
     def for_serving(self) -> Features:
         """These features, and all features that a request of OpenAI's API may need: biases, masks,
@@ -196,6 +208,7 @@ class Features:
             grammars=True,
             logprobs=True,
             top_logprobs=most,
+            prompt_logprobs=self.sampler,
             filters=filters,
         )
 
@@ -574,6 +587,22 @@ class Interface:
     def token_outputs(self) -> tuple[TensorSpec, ...]:
         """The optional outputs, each with the shape for a single token of a row."""
         return self.without_guesses().sampler_outputs[1:]
+
+    @property
+    def prompt_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of a call that scores tokens of a prompt; none without the feature."""
+        if not self.features.prompt_logprobs:
+            return ()
+        tops = PROMPT_TOP_LOGPROB_OUTPUTS if self.features.top_logprobs else ()
+        return (PROMPT_LOGPROBS, PROMPT_RANKS, *tops)
+
+    @property
+    def scoring_decoder(self) -> GraphSpec:
+        """`decoder.onnx` in a call that scores tokens of a prompt. Other calls know nothing of
+        these inputs and outputs."""
+        own = self.decoder
+        inputs = (*own.inputs, SCORED_PLACES, SCORED_IDS)
+        return replace(own, inputs=inputs, outputs=(*own.outputs, *self.prompt_outputs))
 
     @property
     def decoder(self) -> GraphSpec:

@@ -76,6 +76,7 @@ PATCHES: Final = "A"
 GRAMMAR_STATES: Final = "X"
 TOKEN_CLASSES: Final = "Y"
 CLASS_MAPS: Final = "Z"
+SCORED: Final = "U"
 HEIGHT: Final = "tile_height"
 WIDTH: Final = "tile_width"
 # The axes of the tables of grammars.
@@ -112,6 +113,7 @@ AXIS_MEANINGS: Final = {
     GRAMMAR_STATES: "states of all bound grammars",
     TOKEN_CLASSES: "token classes of the bound grammar that has most",
     CLASS_MAPS: "maps from tokens to classes, one for each bound grammar",
+    SCORED: "tokens of prompts that a call scores, none or more",
 }
 
 # A top_k up to this number keeps at most this many tokens, ties included, and needs no search.
@@ -188,6 +190,10 @@ ADJUSTED_LOGITS = TensorSpec(
     "float32",
     (BATCH, VOCAB),
     "logits after masks, biases and penalties; may share logits' buffer",
+)
+# Inside a graph that scores prompts.
+ALL_LOGITS = TensorSpec(
+    "all_logits", "float32", (f"{BATCH} + {SCORED}", VOCAB), "logits of rows, then those to score"
 )
 # Inputs of packages that read images; see `interface.ImageShape`.
 IMAGE_ROWS = TensorSpec(
@@ -547,4 +553,28 @@ NEW_TOP_LOGPROB_OUTPUTS: Final = (
 )
 PROBS = TensorSpec(
     "probs", "float32", (BATCH, VOCAB), "the distribution that next_ids was sampled from"
+)
+# Initializers of graphs with `Features.prompt_logprobs`, without elements, that a call may replace.
+SCORED_PLACES = TensorSpec(
+    "scored_places",
+    "int32",
+    (SCORED,),
+    "places in input_ids, counted row by row: r S + s is token s of row r",
+)
+SCORED_IDS = TensorSpec("scored_ids", "int32", (SCORED,), "the token that is scored after each")
+# The outputs of such calls.
+PROMPT_LOGPROBS = TensorSpec(
+    "prompt_logprobs", "float32", (SCORED, 1), "log-probability of scored_ids"
+)
+PROMPT_RANKS = TensorSpec(
+    "prompt_ranks", "int32", (SCORED, 1), "1 + the number of tokens with a larger logit"
+)
+PROMPT_TOP_LOGPROB_OUTPUTS: Final = (
+    TensorSpec(
+        "prompt_top_logprob_ids",
+        "int32",
+        (SCORED, TOP_LOGPROBS),
+        "the M likeliest tokens there, likeliest first",
+    ),
+    TensorSpec("prompt_top_logprobs", "float32", (SCORED, TOP_LOGPROBS), "their log-probabilities"),
 )

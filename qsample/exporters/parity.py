@@ -26,7 +26,7 @@ from qsample.errors import ParityError, UnsupportedModelError
 from qsample.graph import gqa
 from qsample.graph.gqa import narrow_windows
 from qsample.graph.join import return_logits
-from qsample.graph.runner import GraphRunner
+from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.graph.weights import load_graph
 
 # Largest difference per unit of the largest logit. Rounding alone stays a factor of several below
@@ -250,6 +250,8 @@ def check(
             run(model), expected, expected.narrowed
         )
     error, scale, largest = compare(parts, interface.dtype, tolerance=tolerance, original=original)
+    if interface.features.prompt_logprobs:
+        _compare_scores(runner, expected, largest)
     _compare_states(states, TOLERANCES[interface.dtype] if tolerance is None else tolerance)
     return Parity(
         error,
@@ -261,6 +263,21 @@ def check(
         plain_attention_layers=plain_attention_layers,
         windows=expected.windows,
     )
+
+
+def _compare_scores(runner: GraphRunner, expected: Reference, most: float) -> None:
+    """Raise ParityError if the graph's scores differ by more than `most` from the log-softmax of its
+    own logits, which were compared."""
+    ids, lengths = _ragged(expected.prompts)
+    following = np.array([row[0] for row in expected.continuations])
+    scored = scores_of_last_tokens(ids, lengths, following)
+    results = runner.step(ids, lengths, runner.start(len(ids)), scored)
+    error = error_of_scores(results, following)
+    if not error <= most:  # NaN must not pass
+        raise ParityError(
+            f"the exported graph's prompt_logprobs differ from the log-softmax of its logits by {error:.3g}, more "
+            f"than {most:.3g}; leave prompt_logprobs out"
+        )
 
 
 def compare(

@@ -4,8 +4,9 @@ every state."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from qsample.contract.tensors import (
 from qsample.errors import ParityError, QsampleError
 from qsample.exporters import parity
 from qsample.graph import moe
-from qsample.graph.join import append_sampler
+from qsample.graph.join import append_sampler, append_scorer, takes_scorer
 from qsample.graph.operators import OPSET, is_matmul_nbits
 from qsample.graph.packed import in_nibbles, offsets_of
 from qsample.graph.weights import narrow_weights, save_beside
@@ -37,6 +38,7 @@ from qsample.package.manifest import Manifest, Source, TokenIds
 from qsample.progress import Stage, Stages
 from qsample.sampler import build_sampler
 from qsample.sampler.philox import noise_buffer
+from qsample.sampler.scores import build_scores
 from qsample.sampler.tensor import Tensor, building, op, size
 
 _IR_VERSION = 10
@@ -92,7 +94,7 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
     Raises:
         ParityError: the graphs do not run, or `parity.check` raises it.
     """
-    interface = draft.interface
+    interface = possible_interface(draft.model, draft.interface)
     stages.begin(Stage.WRITING_WEIGHTS)
     packed = packed_weights(draft.model)
     in_nibbles(draft.model)
@@ -131,6 +133,20 @@ def write_draft(draft: Draft, folder: Path, stages: Stages, *, refer: bool = Fal
     )
 
 
+def possible_interface(model: ir.Model, interface: Interface) -> Interface:
+    """The interface without the features that the model cannot have. Such a feature changes only the
+    speed, and a warning names it."""
+    features = interface.features
+    if not features.prompt_logprobs or takes_scorer(model):
+        return interface
+    warnings.warn(
+        "prompt_logprobs is left out: more than the last hidden state of each row leads to this model's logits. A "
+        "server scores its prompts a token at a time",
+        stacklevel=2,
+    )
+    return replace(interface, features=replace(features, prompt_logprobs=False))
+
+
 def write_graphs(
     model: ir.Model, interface: Interface, pad_token_id: int, folder: Path, *, refer: bool = False
 ) -> None:
@@ -142,6 +158,8 @@ def write_graphs(
     sampler = build_sampler(interface, pad_token_id)
     if interface.features.sampler:
         append_sampler(model, sampler, interface.decoder)
+        if interface.features.prompt_logprobs:
+            append_scorer(model, build_scores(interface))
     else:
         ir.save(sampler, folder / "sampler.onnx")
     if refer:

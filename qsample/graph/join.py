@@ -1,4 +1,8 @@
-"""Joins the graphs of a model and a sampler at the logits, and separates them again."""
+"""Joins the graphs of a model and a sampler at the logits, and separates them again.
+
+A graph chooses the hidden states of each row's last token for its head. If it scores prompts, the
+states of the scored places follow them as further rows, and the head's weights are multiplied once.
+The sampler gets the logits of the rows, and a scorer those of the places."""
 
 from __future__ import annotations
 
@@ -6,15 +10,30 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
+import numpy as np
 import onnx_ir as ir
 
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import INPUT_LENGTHS, LOGITS, retained_name
-from qsample.graph.edit import ancestors, insert, reads, reshape_target
+from qsample.contract.tensors import (
+    ALL_LOGITS,
+    INPUT_LENGTHS,
+    LOGITS,
+    PROMPT_LOGPROBS,
+    PROMPT_RANKS,
+    PROMPT_TOP_LOGPROB_OUTPUTS,
+    SCORED_IDS,
+    SCORED_PLACES,
+    TensorSpec,
+    retained_name,
+)
+from qsample.graph.edit import ancestors, initializer, insert, put_behind, reads, reshape_target
 from qsample.graph.evaluate import inputs_of
 
 # The prefix of names inside a joined sampler.
 PREFIX: Final = "sampler."
+_SCORER_PREFIX: Final = "scorer."
+_SCORER_INPUTS: Final = (SCORED_PLACES, SCORED_IDS)
+_SCORER_OUTPUTS: Final = (PROMPT_LOGPROBS, PROMPT_RANKS, *PROMPT_TOP_LOGPROB_OUTPUTS)
 
 
 def append_sampler(decoder: ir.Model, sampler: ir.Model, spec: GraphSpec) -> ir.Model:
@@ -112,6 +131,142 @@ def _take_out(
     return inputs, nodes
 
 
+def takes_scorer(model: ir.Model) -> bool:
+    """Whether `append_scorer` can change a graph: only each row's last hidden state leads to the
+    logits."""
+    return choice_of_position(_find(model.graph, LOGITS.name)) is not None
+
+
+def append_scorer(decoder: ir.Model, scorer: ir.Model) -> None:
+    """Append a scorer to a decode graph with its sampler, in place.
+
+    Args:
+        decoder: the graph, for which `takes_scorer` holds. Its new inputs are initializers without
+            elements that a call may replace, so calls that score nothing need not feed them.
+        scorer: the graph from `ALL_LOGITS` and `SCORED_IDS` on; it is empty afterwards.
+    """
+    graph = decoder.graph
+    logits = _find(graph, LOGITS.name)
+    choice = choice_of_position(logits)
+    assert choice is not None
+    places, ids = (_input_without_elements(graph, spec) for spec in _SCORER_INPUTS)
+    rows = ALL_LOGITS.axes[0]
+    _set_rows(graph, choice.outputs[0], logits, rows)
+    _join_states(graph, choice, places, rows)
+    known = {ids.name: ids, ALL_LOGITS.name: _cut_to_rows(graph, logits)}
+    outputs = list(scorer.graph.outputs)
+    _, nodes = _take_out(scorer.graph, graph, known, _SCORER_PREFIX)
+    graph.extend(nodes)
+    graph.outputs.extend(outputs)
+
+
+def _input_without_elements(graph: ir.Graph, spec: TensorSpec) -> ir.Value:
+    """A new input of the graph, [0] if a call does not give it."""
+    value = ir.Value(
+        name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType.INT32)
+    )
+    value.const_value = ir.tensor(np.zeros(0, np.int32), name=spec.name)
+    graph.inputs.append(value)
+    graph.register_initializer(value)
+    return value
+
+
+def _join_states(graph: ir.Graph, choice: ir.Node, places: ir.Value, rows: str | int) -> None:
+    """Let the states at `places` follow the chosen states, for all who read these."""
+    chosen = choice.outputs[0]
+    states = choice.inputs[0]
+    assert states is not None
+    sizes = None if chosen.shape is None else [rows, *list(chosen.shape)[1:]]
+    joined = put_behind(chosen, "Concat", attributes={"axis": 0}, name=f"{_SCORER_PREFIX}Concat")
+    joined.shape = None if sizes is None else ir.Shape(sizes)
+    concat = joined.producer()
+    assert concat is not None
+    flat = insert(concat, "Flatten", [states], [None, None], {"axis": 2})
+    picked = insert(concat, "Gather", [flat, places], [None, None], {"axis": 0})
+    if choice.op_type == "GatherElements":
+        one = reshape_target(graph, [1])
+        picked = insert(concat, "Unsqueeze", [picked, one], [None, 1, None])
+    concat.resize_inputs(2)
+    concat.replace_input_with(1, picked)
+
+
+def _cut_to_rows(graph: ir.Graph, logits: ir.Value) -> ir.Value:
+    """Let all who read the logits read those of the rows only. Returns the logits of all rows."""
+    start = initializer(graph, "int64_0", np.array([0]))
+    cut = put_behind(logits, "Slice", [start], name=f"{_SCORER_PREFIX}Slice")
+    node = cut.producer()
+    assert node is not None
+    lengths = next(value for value in graph.inputs if value.name == INPUT_LENGTHS.name)
+    count = insert(node, "Shape", [lengths], [1], dtype=ir.DataType.INT64)
+    node.resize_inputs(4)
+    node.replace_input_with(2, count)
+    node.replace_input_with(3, start)
+    if lengths.shape is not None and logits.shape is not None:
+        cut.shape = ir.Shape([lengths.shape[0], *list(logits.shape)[1:]])
+    logits.name = f"{_SCORER_PREFIX}{ALL_LOGITS.name}"
+    cut.name = LOGITS.name
+    return logits
+
+
+def _remove_scorer(graph: ir.Graph) -> None:
+    """Take out what `append_scorer` added; nothing for a graph without a scorer."""
+    added = [
+        value for value in graph.inputs if value.name in {spec.name for spec in _SCORER_INPUTS}
+    ]
+    if not added:
+        return
+    places = next(value for value in added if value.name == SCORED_PLACES.name)
+    joined = _next_concat(places)
+    chosen = joined.inputs[0]
+    logits = _find(graph, LOGITS.name)
+    cut = logits.producer()
+    assert chosen is not None
+    assert cut is not None
+    all_logits = cut.inputs[0]
+    assert all_logits is not None
+    rows = logits.shape[0] if logits.shape else None
+    ir.convenience.replace_all_uses_with(joined.outputs[0], chosen)
+    ir.convenience.replace_all_uses_with(logits, all_logits, replace_graph_outputs=True)
+    logits.name = None
+    all_logits.name = LOGITS.name
+    _set_rows(graph, chosen, all_logits, rows)
+    names = {spec.name for spec in _SCORER_OUTPUTS}
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in names]
+    needed = ancestors(graph.outputs)
+    graph.remove([node for node in graph if node not in needed], safe=False)
+    graph.inputs[:] = [value for value in graph.inputs if value not in added]
+    for value in added:
+        del graph.initializers[str(value.name)]
+
+
+def _next_concat(value: ir.Value) -> ir.Node:
+    """The node at which the states at the scored places join the chosen states."""
+    node = next(iter(value.uses())).node
+    while node.op_type != "Concat":
+        node = next(iter(node.outputs[0].uses())).node
+    return node
+
+
+def _set_rows(
+    graph: ir.Graph, chosen: ir.Value, logits: ir.Value, rows: int | str | ir.SymbolicDim | None
+) -> None:
+    """Write the number of rows into the shapes of the values from the chosen states to the
+    logits."""
+    above = ancestors([logits])
+    dependent = {chosen}
+    for node in graph:
+        if node in above and not dependent.isdisjoint(node.inputs):
+            dependent.update(node.outputs)
+    for value in dependent - {chosen}:
+        if value.shape is not None and len(value.shape) > 1:
+            value.shape = ir.Shape([rows, *list(value.shape)[1:]])
+
+
+def _find(graph: ir.Graph, name: str) -> ir.Value:
+    """The value of that name that a node computes."""
+    return next(value for node in graph for value in node.outputs if value.name == name)
+
+
 def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, ir.Model | None]:
     """Separate a decode graph at its logits, in place; the inverse of `append_sampler`.
 
@@ -122,6 +277,7 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
     if not interface.features.sampler:
         return decoder, None
     graph = decoder.graph
+    _remove_scorer(graph)
     spec = interface.sampler
     logits = next(value for node in graph for value in node.outputs if value.name == LOGITS.name)
     # The contract says so, even if the graph does not.
@@ -136,9 +292,10 @@ def split_at_logits(decoder: ir.Model, interface: Interface) -> tuple[ir.Model, 
 def cut_at_logits(model: ir.Model, interface: Interface) -> ir.Model:
     """Cut a decode graph off after its logits and its cache, in place.
 
-    These become its outputs. Inputs that only the sampler reads are removed.
+    These become its outputs. Inputs that only the sampler reads are removed, and a scorer is.
     """
     graph = model.graph
+    _remove_scorer(graph)
     computed = {value.name: value for node in graph for value in node.outputs}
     names = [LOGITS.name, *(retained_name(state.name) for state in interface.cache_states)]
     outputs = [computed[name] for name in names]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,11 @@ from qsample.contract.tensors import (
     CAPACITY,
     HOST_AXES,
     LENGTHS,
+    LOGITS,
+    PROMPT_LOGPROBS,
     ROW_MULTIPLE,
+    SCORED_IDS,
+    SCORED_PLACES,
     SEQUENCE,
     retained_name,
 )
@@ -33,6 +37,9 @@ from qsample.graph.operators import is_matmul_nbits
 from qsample.graph.weights import relocated
 from qsample.ort.options import NO_PREPACKING, WEIGHTS_FOLDER_KEY, session_options
 from qsample.ort.providers import CPU, open_session
+
+# A call may leave these out.
+_OPTIONAL: Final = (SCORED_PLACES, SCORED_IDS)
 
 
 class GraphRunner:
@@ -191,7 +198,38 @@ class GraphRunner:
                 is_whole = np.ndim(value) == len(tensor.axes)
                 shape = np.shape(value) if is_whole else tensor.shape(sizes)
                 feeds[tensor.name] = np.full(shape, rounded(value, self._types[tensor.name]))
+        # A session does not name inputs that a call may leave out.
+        feeds |= {spec.name: parameters[spec.name] for spec in _OPTIONAL if spec.name in parameters}
         return feeds
+
+
+def scores_of_last_tokens(ids: Array, lengths: Array, scored_ids: Array) -> dict[str, Array]:
+    """The parameters of a step that scores a token after the last token of each row.
+
+    Args:
+        ids: [rows, S], the token ids of the step.
+        lengths: [rows], how many of them are real tokens.
+        scored_ids: [rows], the tokens to score.
+    """
+    rows, width = ids.shape
+    places = np.arange(rows) * width + lengths - 1
+    return {
+        SCORED_PLACES.name: places.astype(SCORED_PLACES.dtype),
+        SCORED_IDS.name: scored_ids.astype(SCORED_IDS.dtype),
+    }
+
+
+def error_of_scores(results: Mapping[str, Array], scored_ids: Array) -> float:
+    """The largest difference between the scores of a step with `scores_of_last_tokens` and the
+    log-softmax of the logits that the step returned."""
+    logits = results[LOGITS.name].astype(np.float64)
+    largest = logits.max(axis=-1, keepdims=True)
+    logprobs = logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
+    wanted = np.take_along_axis(logprobs, scored_ids[:, None], axis=-1)
+    scores = results[PROMPT_LOGPROBS.name]
+    with np.errstate(invalid="ignore"):
+        # Tokens that the model masks have equal infinities.
+        return float(np.where(scores == wanted, 0.0, np.abs(scores - wanted)).max())
 
 
 def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:

@@ -50,12 +50,12 @@ class AutoModelForCausalLM:
             include_sampler: bake the sampler into the decode graph, the default; False returns
                 logits and samples on the host, with the same results.
             return_pdfs: `probs` of `interface.Features`.
-            logit_bias, allowed_tokens, grammars, logprobs, top_logprobs: as in `interface.Features`; off by
-                default, and then absent from the graph.
+            logit_bias, allowed_tokens, grammars, logprobs, top_logprobs, prompt_logprobs: as in
+                `interface.Features`; off by default, and then absent from the graph.
             filters, filter_order, max_loras, max_lora_rank: as in `interface.Features`; off by
                 default, and then absent from the graph.
-            for_serving: logit_bias, allowed_tokens, grammars, logprobs, 20 top_logprobs and the filter
-                penalty_last_n, all that requests to `qsample serve` usually ask for.
+            for_serving: logit_bias, allowed_tokens, grammars, logprobs, 20 top_logprobs,
+                prompt_logprobs and the filter penalty_last_n, all that requests to `qsample serve` usually ask for.
             dtype: the dtype of the weights and the cache: "float32" (the default), "float16", or
                 "auto" for float16 if the checkpoint is stored so, else float32; torch's and NumPy's
                 objects are accepted, too.

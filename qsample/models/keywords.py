@@ -42,6 +42,7 @@ class FeatureKeywords(TypedDict, total=False):
     grammars: bool
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: bool
     filters: Sequence[str]
     filter_order: str | None
     max_loras: int

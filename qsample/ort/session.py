@@ -305,6 +305,7 @@ def _open_decoder(
             decoder = _Decoder([session], place.device, Replays() if opener.captures else None)
             checked = session
             name = DECODER
+        wanted = replace(wanted, outputs=(*wanted.outputs, *package.interface.prompt_outputs))
         check_interface(checked, wanted, _compiled_sizes(package), name)
     release_pages(package.path / f"{DECODER}.data")
     if place.device == "cpu":

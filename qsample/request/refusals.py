@@ -119,9 +119,9 @@ GENERATE: Final[Mapping[str, Refusal]] = {
     **refusals("use_beam_search", _NO_BEAMS, False),
     **refusals("best_of", "give num_return_sequences, the number of rows of each prompt", 1),
     **refusals(
-        "logprobs prompt_logprobs",
+        "logprobs",
         "a package that was exported with logprobs=True or top_logprobs=M returns them with every token, in `logprobs` "
-        "and `top_logprobs`, and `qsample serve` also those of a prompt; leave it out",
+        "and `top_logprobs`; leave it out",
     ),
     **refusals("structured_outputs guided_decoding", "give grammar, a result of model.grammar(json=...)"),
     **refusals("detokenize", "token_ids has the tokens, and texts the texts; leave it out", True),

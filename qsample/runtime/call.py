@@ -53,6 +53,14 @@ def _keyword(
     return {_METADATA_KEY: Keyword(name, check, in_config)}
 
 
+def _scores_prompt(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        refuse(
+            name, value, "True, for the alternatives that the package has (top_logprobs), or False"
+        )
+    return bool(value)
+
+
 def _count(name: str, value: Any) -> int:
     if value is None:
         return 1
@@ -141,6 +149,7 @@ class Call:
         prediction: the text or the token ids that the continuation of a single prompt is expected
             to have. Packages that were compiled with num_speculative_tokens guess these tokens.
             This changes the speed only.
+        prompt_logprobs: whether a request of an engine scores its prompt, see `Engine.add_request`.
         outputs: the names of the optional outputs to return, a list; by default all that the
             package has. The other outputs are not read from the device.
         return_dict: False makes `generate` return the array of the sequences only.
@@ -174,6 +183,7 @@ class Call:
     )
     grammar: Any = field(default=None, metadata=_keyword())
     thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
+    prompt_logprobs: bool = field(default=False, metadata=_keyword(check=_scores_prompt))
     outputs: Any = field(default=None, metadata=_keyword())
     prediction: Any = field(default=None, metadata=_keyword())
     stopping_criteria: Any = field(default=None, metadata=_keyword())
@@ -428,12 +438,14 @@ class Prompt(NamedTuple):
         given: [m] int64, the same tokens and their padding.
         images: the prompt's images; None without any.
         is_chat: whether the prompt is chat messages.
+        scored_ids: [n] int64, the token to score after each of `ids`; None to score none.
     """
 
     ids: Array
     given: Array
     images: ImagePrompt | None = None
     is_chat: bool = False
+    scored_ids: Array | None = None
 
     @property
     def identities(self) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from qsample.checks import check_count, from_keywords
 from qsample.contract.interface import Interface
-from qsample.errors import PackageError, shown
+from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
@@ -361,6 +361,11 @@ class CausalLM(ModelMethods):
             warnings.warn(self._advice, stacklevel=2)
             self._advice = None
         call = self.read(inputs, params, **options)
+        if call.prompt_logprobs:
+            raise ArgumentError(
+                "prompt_logprobs is for requests of an Engine, add_request(prompt, prompt_logprobs=True); leave it out",
+                "prompt_logprobs",
+            )
         sequences, guide = self.prepare(call)
         self.images.compute_features(sequences)
         pad = self.package.manifest.token_ids.pad if call.fill is None else call.fill

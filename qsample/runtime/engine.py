@@ -249,6 +249,11 @@ class Engine:
                 equal numbers, the earliest request does.
             cancel_if_abandoned: whether the request is cancelled when its last reader gives up, see
                 `Request`; False lets it go on.
+            options: also prompt_logprobs; True makes a request that samples nothing, and whose
+                `RequestOutput.prompt_outputs` score the tokens of the prompt. It needs a package
+                with the feature, and reads the prompt in whole pieces; another request with the
+                prompt then continues from its cache. Other parameters than the adapter have no
+                effect on it.
 
         The calling thread computes the features of the prompt's images, after the engine has taken
         the request.

@@ -94,6 +94,8 @@ def make_sequences(
     prompts = parse_prompts(
         call, tokenizer, interface.vocab_size, bos, reader, holes=not interface.recurrent
     )
+    prompts = _scored_prompts(call, interface, prompts)
+    call = _scoring_call(call)
     params = _params_of_prompts(call.params, len(prompts))
     rows_per_prompt = call.num_return_sequences
     _check_draws(params, rows_per_prompt)
@@ -157,6 +159,7 @@ def make_sequences(
             adapter=fitted[index].adapter,
             output_names=output_names,
             grammar=grammar,
+            scored_ids=prompt.scored_ids,
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         delivery = _delivery(call, prompt, tokenizer, stop_strings)
@@ -196,6 +199,57 @@ def _guide_of(sequences: list[Sequence]) -> GrammarGuide:
         for request in requests
     ]
     return GrammarGuide(grammars, [request.stop_ids for request in requests])
+
+
+def _scored_prompts(call: Call, interface: Interface, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts of a call. If their tokens are scored, from the second on, the last token need not
+    be read. Raises ArgumentError if they cannot be scored."""
+    if not call.prompt_logprobs:
+        return prompts
+    name = "prompt_logprobs"
+    if not interface.features.prompt_logprobs:
+        raise ArgumentError(
+            f"{name} is True, and the package does not score prompts; export the model with "
+            "prompt_logprobs=True (--prompt-logprobs, or --for-serving) and compile it for cpu without "
+            "num_speculative_tokens and num_devices, or leave it out",
+            name,
+        )
+    for prompt in prompts:
+        if prompt.images is not None:
+            raise ArgumentError(
+                f"{name} is True, and the prompt has images; leave out either", name
+            )
+        if len(prompt.ids) < 2:
+            raise ArgumentError(
+                f"{name} is True, and the prompt is a single token, which nothing precedes; give a "
+                "prompt of two tokens or more, or leave it out",
+                name,
+            )
+    return [
+        Prompt(prompt.ids[:-1], prompt.ids[:-1], scored_ids=prompt.ids[1:]) for prompt in prompts
+    ]
+
+
+def _scoring_call(call: Call) -> Call:
+    """A call; if it scores its prompts, it only reads them: its rows sample a token that nobody
+    gets."""
+    if not call.prompt_logprobs:
+        return call
+    is_shared = isinstance(call.params, SamplingParams)
+    rows: Any = [call.params] if is_shared else call.params
+    params = [
+        SamplingParams(temperature=0.0, max_new_tokens=1, eos_token_id=(), adapter=row.adapter)
+        for row in rows
+    ]
+    return replace(
+        call,
+        params=params[0] if is_shared else params,
+        allowed_tokens=None,
+        grammar=None,
+        thinking_token_budget=None,
+        prediction=None,
+        outputs=(),
+    )
 
 
 def _with_allowed_ids(call: Call, interface: Interface, token_ids: TokenIds) -> Call:

@@ -16,6 +16,7 @@ import numpy as np
 
 from qsample.checks import checked_timeout
 from qsample.contract.arrays import Array
+from qsample.contract.tensors import PROMPT_LOGPROBS
 from qsample.errors import Failure, RequestFailedError, shown
 from qsample.runtime.sequence import NO_DRAFTS, DraftStats, PrefixStats, Sequence
 
@@ -86,6 +87,10 @@ class RequestOutput:
         seed: the seed, which reproduces the tokens.
         usage, timing: the numbers of tokens, and the times.
         outputs: the optional outputs of the package by name, with an entry for each token.
+        prompt_outputs: the scores of the prompt by name, with an entry for each token from the
+            second on: `prompt_logprobs` [n - 1, 1] float32 and `prompt_ranks` [n - 1, 1] int32, 1
+            for the likeliest; `prompt_top_logprob_ids` and `prompt_top_logprobs`, [n - 1, M], if
+            the package has them. Empty unless the request had prompt_logprobs.
     """
 
     token_ids: list[int]
@@ -96,6 +101,7 @@ class RequestOutput:
     usage: Usage
     timing: RequestTiming
     outputs: Mapping[str, Array]
+    prompt_outputs: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,13 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         """The number of tokens of the prompt."""
-        return len(self._sequence.request.prompt)
+        return self._sequence.request.num_prompt_tokens
+
+    @property
+    def scored_tokens(self) -> int:
+        """The number of tokens of the prompt that have been scored so far."""
+        scores = self._sequence.progress.scores
+        return sum(len(piece[PROMPT_LOGPROBS.name]) for piece in scores)
 
     @property
     def completion_tokens(self) -> int:
@@ -293,13 +305,14 @@ class Request:
             stop_string=None if text is None else text.stop_string,
             seed=sequence.request.seed,
             usage=Usage(
-                len(sequence.request.prompt),
+                sequence.request.num_prompt_tokens,
                 len(tokens),
                 sequence.placement.tokens_reused,
                 sequence.progress.drafts,
             ),
             timing=RequestTiming(queued, first, now - self.added_at),
             outputs=_stacked(sequence.progress.outputs[: len(tokens)]),
+            prompt_outputs=_joined(sequence.progress.scores),
         )
 
     def _call(self, function: Callable[[Request], object]) -> None:
@@ -325,6 +338,13 @@ def _stacked(outputs: list[Mapping[str, Array]]) -> dict[str, Array]:
     if not outputs:
         return {}
     return {name: np.stack([output[name] for output in outputs]) for name in outputs[0]}
+
+
+def _joined(pieces: list[Mapping[str, Array]]) -> dict[str, Array]:
+    """The outputs of several pieces of a prompt by name, one below the other."""
+    if not pieces:
+        return {}
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 class _Reader:

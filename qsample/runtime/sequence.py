@@ -162,6 +162,8 @@ class SequenceRequest:
         adapter: the adapter with which the tokens are read and sampled; None for none.
         output_names: the names of the optional outputs to return.
         grammar: the grammar that the answer follows, for the graph or for masks; None for any text.
+        scored_ids: [n] int64, the token to score after each token of the prompt; None to score
+            none. A request that scores tokens samples a token that nobody gets.
     """
 
     prompt: Array
@@ -175,6 +177,7 @@ class SequenceRequest:
     adapter: Adapter | None = None
     output_names: tuple[str, ...] = ()
     grammar: AnyGrammar | None = None
+    scored_ids: Array | None = None
 
     @property
     def tables(self) -> TokenGrammar | None:
@@ -206,6 +209,12 @@ class SequenceRequest:
         else:
             is_over = self.grammar.is_over(sampled)
         return STOPPED if is_over else status
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of tokens of the caller's prompt, whose last token is only scored if tokens
+        are scored."""
+        return len(self.prompt) + (self.scored_ids is not None)
 
     @cached_property
     def max_length(self) -> int:
@@ -283,6 +292,8 @@ class Progress:
         sampled: the tokens that were read.
         outputs: the optional outputs of each token by name, without a batch axis. They may be read
             later than the tokens.
+        scores: for each piece of the prompt that was read, the scores of its tokens by the names of
+            `Interface.prompt_outputs`.
         drafts: how its guesses fared, as far as they were read.
         status: the contract's status, as it was last read.
         prediction: the guesses from the expected tokens; None without any.
@@ -291,6 +302,7 @@ class Progress:
     admitted_at: float | None = None
     sampled: list[int] = field(default_factory=list)
     outputs: list[Mapping[str, Array]] = field(default_factory=list)
+    scores: list[Mapping[str, Array]] = field(default_factory=list)
     drafts: DraftStats = NO_DRAFTS
     status: int = RUNNING
     prediction: Prediction | None = None
@@ -370,7 +382,9 @@ class Sequence:
 
     @property
     def _complete_tokens(self) -> int:
-        """The number of tokens that were read with their outputs."""
+        """The number of tokens that were read with their outputs, and that the caller gets."""
+        if self.request.scored_ids is not None:
+            return 0
         tokens = len(self.progress.sampled)
         return min(tokens, len(self.progress.outputs)) if self.request.output_names else tokens
 

@@ -68,6 +68,39 @@ def test_later_pieces_of_several_rows_are_refused(ahead: list[int], host: PlainH
         host.call(state, [LONG[:6], LONG[6:]])
 
 
+def test_tokens_are_scored_as_they_would_be_sampled(serving_host: PlainHost) -> None:
+    """In any place of a ragged batch; the call is otherwise the same. Without places, there are no scores."""
+    ids, lengths = np.zeros((2, 15), np.int64), [12, 7]
+    ids[0, :12], ids[1, :7] = LONG, SHORT
+    plain = serving_host.call(serving_host.start([0, 1], T), ids, lengths)
+    assert [len(plain[name]) for name in plain if name.startswith("prompt_")] == [0] * 4
+    places = [(0, place) for place in range(12)] + [(1, place) for place in range(7)]
+    scored_ids = np.random.default_rng(0).integers(0, 260, len(places))
+    scored = serving_host.call(
+        serving_host.start([0, 1], T),
+        ids,
+        lengths,
+        scored_places=[row * 15 + place for row, place in places],
+        scored_ids=scored_ids,
+    )
+    for name, values in plain.items():
+        if not name.startswith("prompt_"):
+            # The head rounds another number of rows.
+            np.testing.assert_allclose(values, scored[name], atol=1e-4)
+    for index, (row, place) in enumerate(places):
+        prompt = [LONG, SHORT][row][: place + 1]
+        alone = serving_host.call(serving_host.start([0], T), [prompt])
+        for name in ("top_logprobs", "top_logprob_ids"):
+            np.testing.assert_allclose(scored[f"prompt_{name}"][index], alone[name][0], atol=1e-4)
+        words = -(-serving_host.manifest["interface"]["vocab_size"] // 32)
+        forced = np.zeros((1, words), np.int32)
+        token = int(scored_ids[index])
+        forced[0, token // 32] = np.uint32(1 << token % 32).astype(np.int32)
+        own = serving_host.call(serving_host.start([0], T), [prompt], allowed_tokens=forced)
+        assert own["next_ids"].item() == token
+        np.testing.assert_allclose(scored["prompt_logprobs"][index], own["logprobs"][0], atol=1e-4)
+
+
 def test_padding_needs_room(host: PlainHost) -> None:
     state = host.start([0], T)
     state["lengths"][:] = T - 12
@@ -238,7 +271,7 @@ def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path
     assert inside["token_ids"] == set(portable["token_ids"])
     assert inside["compilation"] <= set(device["compilation"]) | {"decoder"}
     assert inside["files"] == set(portable["files"]["decoder.onnx"])
-    omitted = {"grammars"}  # false is left out
+    omitted = {"grammars", "prompt_logprobs"}  # false is left out
     assert set(re.findall(r"`(\w+)`", texts["`interface.features`"])) == omitted | set(
         portable["interface"]["features"]
     )

@@ -116,6 +116,27 @@ def test_a_sampler_that_is_not_greedy_at_temperature_0(
         check(package, expected)
 
 
+@pytest.mark.parametrize("wrong", [1e-3, np.nan])
+def test_scores_that_are_not_those_of_the_logits(
+    wrong: float,
+    exported: Callable[..., Path],
+    expected: parity.Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = read_package(exported("llama", logprobs=True, prompt_logprobs=True))
+    check(package, expected)
+    step = GraphRunner.step
+
+    def off_by_a_little(*args: Any) -> dict[str, Any]:
+        results = step(*args)
+        scores = results["prompt_logprobs"] + np.float32(wrong)
+        return results | {"prompt_logprobs": scores}
+
+    monkeypatch.setattr(GraphRunner, "step", off_by_a_little)
+    with pytest.raises(ParityError, match="prompt_logprobs differ from the log-softmax"):
+        check(package, expected)
+
+
 # What the gate makes of numbers.
 
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from qsample.graph.join import append_sampler, cut_at_logits, split_at_logits
-from qsample.graph.runner import GraphRunner
+from qsample.graph.join import (
+    append_sampler,
+    append_scorer,
+    cut_at_logits,
+    return_logits,
+    split_at_logits,
+)
+from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.package.package import read_package
+from qsample.sampler.scores import build_scores
 
 CAPACITY = 24
 PARAMETERS = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
@@ -48,6 +55,51 @@ def test_split_and_joined_again_it_is_the_same_graph(llama_package: Path) -> Non
             ids = runner.step(ids, np.ones(2), state, PARAMETERS)["next_ids"].copy()
             tokens.append(ids)
     assert np.array_equal(tokens[:8], tokens[8:])
+
+
+def test_a_scorer_comes_off_with_the_sampler(exported: Callable[..., Path]) -> None:
+    """The halves are those of the package without a scorer, and a scorer can be appended to them again."""
+    scoring = read_package(exported("llama", logprobs=True, top_logprobs=3, prompt_logprobs=True))
+    plain = read_package(exported("llama", logprobs=True, top_logprobs=3))
+    whole = ir.load(scoring.file("decoder.onnx"))
+    added = {value.name for value in whole.graph.outputs} - set(
+        plain.interface.decoder.output_names
+    )
+    assert added == {spec.name for spec in scoring.interface.prompt_outputs}
+    halves = [
+        split_at_logits(ir.load(package.file("decoder.onnx")), package.interface)
+        for package in (scoring, plain)
+    ]
+    described = [
+        (
+            [value.name for value in half.graph.inputs],
+            [(value.name, value.shape) for value in half.graph.outputs],
+            Counter(node.op_type for node in half.graph.all_nodes()),
+        )
+        for pair in halves
+        for half in pair
+        if half is not None
+    ]
+    assert described[:2] == described[2:]
+    shapes = [
+        {str(value.name): value.shape for node in pair[0].graph for value in node.outputs}
+        for pair in halves
+    ]
+    assert shapes[0] == shapes[1]
+
+    model, sampler = halves[0]
+    assert sampler is not None
+    again = append_sampler(model, sampler, scoring.interface.decoder)
+    append_scorer(again, build_scores(scoring.interface))
+    ids, lengths, tokens = np.array([[5, 6, 7], [8, 9, 0]]), np.array([3, 2]), np.array([11, 12])
+    results = []
+    for graph in (again, ir.load(scoring.file("decoder.onnx"))):
+        runner = GraphRunner(return_logits(graph), scoring.path, scoring.interface, CAPACITY)
+        scored = scores_of_last_tokens(ids, lengths, tokens)
+        results.append(runner.step(ids, lengths, runner.start(2), scored))
+        assert error_of_scores(results[-1], tokens) < 1e-4
+    for name in ("logits", "next_ids", "prompt_logprobs", "prompt_ranks"):
+        np.testing.assert_array_equal(results[0][name], results[1][name])
 
 
 def test_a_graph_that_returns_its_logits_has_one_half(exported: Callable[..., Path]) -> None:

@@ -43,6 +43,8 @@ class PlainHost:
             package / "initial_state.onnx", options, providers=["CPUExecutionProvider"]
         )
         self._inputs = {value.name for value in self._decoder.get_inputs()}
+        optional = {value.name for value in self._decoder.get_overridable_initializers()}
+        self._scores = {"scored_places", "scored_ids"} <= optional
         self._outputs = [value.name for value in self._decoder.get_outputs()]
 
     def start(self, seeds: list[int], capacity: int) -> State:
@@ -58,6 +60,12 @@ class PlainHost:
         tables of grammars. What the graph lacks is passed over."""
         ids = np.int64(ids)
         rows = len(ids)
+        scored = {
+            name: np.asarray(given.pop(name), np.int32)
+            for name in ("scored_places", "scored_ids")
+            if name in given
+        }
+        assert self._scores or not scored
         feed: dict[str, np.ndarray] = {
             name: np.full(rows, off, dtype)
             for name, (off, dtype) in (OFF | OFF_FOR_SERVING).items()
@@ -81,7 +89,7 @@ class PlainHost:
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state
         values = self._decoder.run(
-            self._outputs, {name: feed[name] for name in feed if name in self._inputs}
+            self._outputs, {name: feed[name] for name in feed if name in self._inputs} | scored
         )
         return dict(zip(self._outputs, values, strict=True))
 

@@ -66,6 +66,7 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(
                 grammars=True,
                 logprobs=True,
                 top_logprobs=20,
+                prompt_logprobs=True,
                 filters=("xtc", "penalty_last_n"),
             ),
         ),

@@ -64,7 +64,7 @@ def test_stop_tokens_of_a_generation_config() -> None:
             "logprobs is 5, which is not supported: a package that was exported with",
         ),
         ({"logprobs": 0}, "logprobs is 0, which is not supported"),
-        ({"prompt_logprobs": 1}, "qsample serve"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is 1; give True, for the alternatives"),
         ({"structured_outputs": {}}, "give grammar, a result of model.grammar"),
         ({"use_beam_search": True}, "beam search"),
         (

@@ -50,7 +50,7 @@ from qsample.checkpoints.source import CONFIG, license_of, origin_of
 from qsample.contract.interface import Features, Interface
 from qsample.errors import QsampleError, printable
 from qsample.exporters import parity
-from qsample.exporters.portable import Draft, write_draft
+from qsample.exporters.portable import Draft, possible_interface, write_draft
 from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
@@ -273,6 +273,7 @@ def rewrite(
         )
     interface = interface_of(foreign, features)
     model = use_contract_names(foreign, logits, rows, interface)
+    interface = possible_interface(model, interface)
     if not is_grouped or foreign.recurrences:
         record_shapes(model, foreign.path.parent, limit, vocab_size=foreign.vocab_size)
     # Last, because graphs that are run in between would hold these weights themselves.

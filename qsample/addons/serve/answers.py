@@ -108,15 +108,7 @@ class Answers:
             answer_options["images"] = list(images)
         try:
             for prompt in scored:
-                self._scoring_requests.append(
-                    model.add(
-                        prompt[:1],
-                        _scoring_params(len(prompt)),
-                        allowed_tokens=ForcedTokens(prompt[1:]),
-                        outputs=self._logprob_outputs(),
-                        **options,
-                    )
-                )
+                self._scoring_requests.append(self._score_request(prompt, options))
             for prompt in answered:
                 # If the request has no seed, each prompt gets other seeds.
                 for seed in body.seeds():
@@ -130,6 +122,18 @@ class Answers:
             self._metrics.follow(model.base, request)
         for request in self._scoring_requests:
             self._metrics.follow_scoring(model.base, request)
+
+    def _score_request(self, prompt: list[int], options: dict[str, Any]) -> Request:
+        """The request that scores a prompt of at least 2 tokens."""
+        if self._model.interface.features.prompt_logprobs:
+            return self._model.add(prompt, SamplingParams(), prompt_logprobs=True, **options)
+        return self._model.add(
+            prompt[:1],
+            _scoring_params(len(prompt)),
+            allowed_tokens=ForcedTokens(prompt[1:]),
+            outputs=self._logprob_outputs(),
+            **options,
+        )
 
     def _logprob_outputs(self) -> list[str]:
         """The names of the package's outputs with log-probabilities."""
@@ -252,7 +256,7 @@ class Answers:
                         "the prompt was not scored in the time that an answer may take",
                         code="timeout",
                     )
-                scores = PromptScores(prompt, output.outputs)
+                scores = PromptScores.of(prompt, output)
             for choice in self._choices[index * num_choices : (index + 1) * num_choices]:
                 choice.scores = scores
 

@@ -16,7 +16,13 @@ from qsample.addons.serve.models import ServedModel, TokenTexts
 from qsample.addons.serve.parsers import DemandedCalls, ToolCalls, ToolReader, joined_calls
 from qsample.addons.serve.requests import CompletionRequest, GenerationRequest
 from qsample.contract.arrays import Array
-from qsample.contract.tensors import LOGPROBS, TOP_LOGPROB_OUTPUTS
+from qsample.contract.tensors import (
+    LOGPROBS,
+    PROMPT_LOGPROBS,
+    PROMPT_RANKS,
+    PROMPT_TOP_LOGPROB_OUTPUTS,
+    TOP_LOGPROB_OUTPUTS,
+)
 from qsample.runtime import Delta, RequestOutput
 from qsample.runtime.sequence import REPETITION_REASON
 
@@ -26,6 +32,12 @@ Event = dict[str, Any]
 _MIN_LOGPROB: Final = -9999.0
 _TOP_IDS: Final = TOP_LOGPROB_OUTPUTS[0].name
 _TOP_VALUES: Final = TOP_LOGPROB_OUTPUTS[1].name
+# The output of a sampled token → the same output of a token of a prompt.
+_SCORES: Final = {
+    LOGPROBS.name: PROMPT_LOGPROBS.name,
+    _TOP_IDS: PROMPT_TOP_LOGPROB_OUTPUTS[0].name,
+    _TOP_VALUES: PROMPT_TOP_LOGPROB_OUTPUTS[1].name,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +48,29 @@ class PromptScores:
         token_ids: the tokens of the prompt.
         outputs: the package's optional outputs by name, [n - 1, ...], from the second token on.
             They are empty for a prompt of a single token.
+        ranks: [n - 1, 1], the ranks of these tokens among all tokens, from 1 on; None if the
+            package does not know them.
     """
 
     token_ids: Sequence[int]
     outputs: Mapping[str, Array]
+    ranks: Array | None = None
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], output: RequestOutput) -> PromptScores:
+        """The scores in the output of a request that scored a prompt, or sampled it."""
+        scores = output.prompt_outputs
+        if not scores:
+            return cls(token_ids, output.outputs)
+        outputs = {name: scores[source] for name, source in _SCORES.items() if source in scores}
+        return cls(token_ids, outputs, scores[PROMPT_RANKS.name])
 
     def entries(self, texts: TokenTexts, num_alternatives: int) -> list[Event | None]:
         """The scores in vLLM's form: for each token the likeliest tokens in its place, and the
         token itself, by token id; None for the first token.
 
-        A token's rank is None if it is not among the alternatives that the package returns.
+        A token's rank is None if it is not among the alternatives that the package returns, and
+        the package knows no ranks.
         """
         entries: list[Event | None] = [None]
         for place, token in enumerate(self.token_ids[1:]):
@@ -54,7 +79,8 @@ class PromptScores:
             own = next((ranked for ranked in alternatives if ranked.token == token), None)
             if own is None:
                 logprob = float(self.outputs[LOGPROBS.name][place, 0])
-                own = _RankedToken(token, logprob, None)
+                rank = None if self.ranks is None else int(self.ranks[place, 0])
+                own = _RankedToken(token, logprob, rank)
             if own not in shown:
                 shown.append(own)
             entries.append({str(ranked.token): ranked.as_json(texts) for ranked in shown})

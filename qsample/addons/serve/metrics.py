@@ -169,7 +169,10 @@ class Metrics:
     def follow_scoring(self, model: str, request: Request) -> None:
         """Count the tokens of a request that scores a prompt and samples no token."""
         request.add_done_callback(
-            lambda ended: self._scored_tokens.labels(model).inc(ended.completion_tokens)
+            # A request that only reads its prompt samples nothing; others sample the scored tokens.
+            lambda ended: self._scored_tokens.labels(model).inc(
+                ended.scored_tokens + ended.completion_tokens
+            )
         )
 
     def text(self) -> bytes:

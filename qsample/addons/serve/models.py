@@ -287,7 +287,8 @@ class ServedModel:
             field = "prompt_logprobs"
             num_alternatives = request.prompt_logprobs
         self._check_alternatives(field, num_alternatives)
-        if not self.interface.features.allowed_tokens:
+        features = self.interface.features
+        if not (features.prompt_logprobs or features.allowed_tokens):
             raise without_feature(
                 "allowed_tokens",
                 param=field,

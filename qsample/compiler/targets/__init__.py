@@ -35,6 +35,7 @@ class Capability(Enum):
     SEVERAL_DEVICES = "the graph can be cut for several devices (num_devices)"
     IMAGES = "the phases keep the inputs of images"
     IMAGE_BLOCKS = "the graph may have an If, as images need whose tokens see each other"
+    PROMPT_LOGPROBS = "the phases append the scorer of prompts (prompt_logprobs)"
     CPU_SELF_TEST = (
         "the compiled graph runs on the CPU without the options of a session, so the self-test can drive it with "
         "its weights mapped, as they may be larger than the memory, and with padded prompts"

@@ -31,7 +31,13 @@ from qsample.compiler.plan import CompilePlan
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.weights import keep_activations, round_activations
 from qsample.compiler.targets import Capability, Target
-from qsample.compiler.write import cut_for_devices, join_sampler, optimize_offline, place_optimized
+from qsample.compiler.write import (
+    cut_for_devices,
+    join_sampler,
+    join_scorer,
+    optimize_offline,
+    place_optimized,
+)
 from qsample.contract.tensors import STEPS_ONNXRUNTIME
 from qsample.errors import CompileError, QsampleError
 from qsample.graph.adapters import branch_where_adapters_are
@@ -81,6 +87,7 @@ class CpuTarget(Target):
             graph_pass(branch_where_adapters_are, interface=plan.interface),
             graph_pass(branch_where_rows_begin),
             step(put_blocks),
+            step(join_scorer),
             step(
                 optimize_offline, providers=self.execution_providers, level=_LEVEL, final=not halved
             ),

@@ -29,6 +29,7 @@ class WebTarget(CpuTarget):
         Capability.WINDOW_CACHES,
         Capability.SEVERAL_DEVICES,
         Capability.IMAGES,
+        Capability.PROMPT_LOGPROBS,
     }
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:

@@ -418,7 +418,10 @@ class DecodeLoop:
             emit = piece.stop == len(sequence.request.prompt)
             saves = [self._save(save) for save in read.saves if save.tokens == piece.stop]
             wait = bool(saves) or piece is read.pieces[-1]
-            calls.append(self._prefill([(sequence, piece)], emit=emit, wait=wait))
+            if sequence.request.scored_ids is None:
+                calls.append(self._prefill([(sequence, piece)], emit=emit, wait=wait))
+            else:
+                calls.append(partial(self._score, sequence, piece, emit=emit))
             calls += saves
         return calls
 
@@ -438,6 +441,16 @@ class DecodeLoop:
         images = [_image_piece(sequence, piece) for sequence, piece in pieces]
         first_slot = slot_of(pieces[0][0])
         return partial(self._slots.prefill, first_slot, *ids, emit=emit, wait=wait, images=images)
+
+    def _score(self, sequence: Sequence, piece: range, *, emit: bool) -> None:
+        """Read a piece of a prompt, and keep the scores of its tokens."""
+        request = sequence.request
+        assert request.scored_ids is not None
+        part = slice(piece.start, piece.stop)
+        scores = self._slots.prefill_scored(
+            slot_of(sequence), request.prompt[part], request.scored_ids[part], emit=emit
+        )
+        sequence.progress.scores.append(scores)
 
     def _copy(self, copy: Copy) -> _DeviceCall:
         """The call that makes a copy."""

@@ -303,7 +303,7 @@ class Scheduler:
     ) -> Admission:
         """Give a sequence the best of the free slots. new_adapter: see `Admission.adapter`."""
         prompt = sequence.placement.marked_prompt
-        reusable = {slot: self._reusable(slot, prompt) for slot in free}
+        reusable = {slot: self._reusable(slot, sequence) for slot in free}
         slot = self._best_slot(free, reusable)
         # `slot` comes first, so that it wins a tie.
         source = max([slot, *free], key=reusable.__getitem__)
@@ -340,6 +340,8 @@ class Scheduler:
         """The stored prefix that has most of a prompt, and the number of prompt tokens it has."""
         best = None
         most_tokens = 0
+        if sequence.request.scored_ids is not None:
+            return best, most_tokens
         for prefix in stored:
             if prefix.adapter == sequence.request.adapter_sha256:
                 tokens = self._loadable(prefix.tokens, sequence.identities)
@@ -544,7 +546,8 @@ class Scheduler:
         for sequence in others:
             placement = sequence.placement
             tokens = reusable_prefix(prompt, placement.marked_prompt, self._pieces, None)
-            if tokens > placement.tokens_read:
+            may_copy = sequence.request.scored_ids is None
+            if may_copy and tokens > placement.tokens_read:
                 common[sequence] = tokens
         return common
 
@@ -589,21 +592,23 @@ class Scheduler:
 
     def _other_holder(self, sequence: Sequence) -> tuple[int, int]:
         """The other slot that holds most of a prompt's beginning, and the number of its tokens."""
-        prompt = sequence.placement.marked_prompt
         running = [self._slots[slot_of(other)] for other in self._in_slots if other is not sequence]
         best = 0
         most_tokens = 0
         for slot in self._free_slots() + running:
-            tokens = self._reusable(slot, prompt)
+            tokens = self._reusable(slot, sequence)
             if tokens > most_tokens:
                 best = slot.number
                 most_tokens = tokens
         return best, most_tokens
 
-    def _reusable(self, slot: Slot, prompt: Array) -> int:
-        """The number of tokens of a marked `prompt` that need not be read after the tokens that a
-        slot holds. The last token of the prompt always has to be read."""
-        return self._reusable_after(slot.held_tokens, slot, prompt)
+    def _reusable(self, slot: Slot, sequence: Sequence) -> int:
+        """The number of tokens of a prompt that need not be read after the tokens that a slot
+        holds. The last token of the prompt always has to be read, and so do all tokens of a prompt
+        that is scored."""
+        if sequence.request.scored_ids is not None:
+            return 0
+        return self._reusable_after(slot.held_tokens, slot, sequence.placement.marked_prompt)
 
     def _reusable_after(self, held: Array, slot: Slot, prompt: Array) -> int:
         """The number of tokens of `prompt` that need not be read once a slot holds the tokens `held`."""
@@ -647,12 +652,14 @@ class Scheduler:
         """The sequences whose prompts are read to their ends with `first`, in the order of their
         slots, each with the number of its tokens that were read. start: that number of `first`."""
         config = self._config
-        if not config.join_prompts or (start > 0 and not config.ragged):
+        is_alone = not config.join_prompts or first.request.scored_ids is not None
+        if is_alone or (start > 0 and not config.ragged):
             return {first: start}
         begun = {first: start}
         for sequence in self.prefilling:
             tokens_read = sequence.placement.tokens_read
-            if sequence is not first and (config.ragged or tokens_read == 0):
+            is_alone = sequence is first or sequence.request.scored_ids is not None
+            if not is_alone and (config.ragged or tokens_read == 0):
                 begun[sequence] = tokens_read
         ready = {
             slot_of(sequence): sequence

@@ -33,6 +33,9 @@ from qsample.contract.tensors import (
     NUM_DRAFT_TOKENS,
     NUM_NEW,
     RUNNING,
+    SCORED,
+    SCORED_IDS,
+    SCORED_PLACES,
     SEARCHED_ROWS,
     SPECULATION_INPUTS,
     STATUS,
@@ -279,6 +282,7 @@ class Slots:
         self._newest = NewestTokens(rows, device)
         self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
         self._bind_decoder = sessions.binder(interface.decoder)
+        self._bind_scoring_decoder = sessions.binder(interface.scoring_decoder)
         # The graphs bound to each memory; the least recently used come first.
         self._bound: dict[tuple[object, ...], _Graphs] = {}
         self.process_logits: Callable[[range, Array], Array] | None = None
@@ -476,9 +480,7 @@ class Slots:
             images: the images in the piece of each slot; by default none.
         """
         rows = range(slot, slot + len(ids))
-        inputs = self._prompt_inputs.write(ids)
-        width = inputs[INPUT_IDS.name].shape[1]
-        inputs |= self._images.of_prompts(images or [None] * len(ids), width)
+        inputs = self._inputs_of_prompts(ids, images)
         key = (rows, emit, self._outputs.place(self.step), self.adapters.key(rows))
         graphs = self._graphs(key, partial(self._bind_rows, rows, emit))
         for graph in graphs:
@@ -490,6 +492,45 @@ class Slots:
         # lengths.
         wait = wait or not self._sessions.parts or self._sessions.sampler is not None
         self._run(graphs, rows if emit else None, wait=wait)
+
+    def _inputs_of_prompts(
+        self, ids: abc.Sequence[Array], images: abc.Sequence[ImagePiece | None] = ()
+    ) -> dict[str, Buffer]:
+        """The inputs of a call over pieces of prompts that differ from call to call, by name."""
+        inputs = self._prompt_inputs.write(ids)
+        width = inputs[INPUT_IDS.name].shape[1]
+        return inputs | self._images.of_prompts(images or [None] * len(ids), width)
+
+    def prefill_scored(
+        self, slot: int, ids: Array, next_ids: Array, *, emit: bool
+    ) -> dict[str, Array]:
+        """Feed a slot the next piece of its prompt as `prefill` does, and score tokens.
+
+        Args:
+            slot: the slot.
+            ids: the token ids of the piece, [n] int64.
+            next_ids: the token to score after each of them, [n] int64.
+            emit: as in `prefill`.
+
+        Returns:
+            `Interface.prompt_outputs` by name, [n, ...].
+        """
+        count = len(ids)
+        # A token sampled by this call may round otherwise than in other calls: the head computes
+        # the rows of the scored tokens, too.
+        outputs = {
+            spec.name: Buffer.allocate(spec, {**self._sizes, SCORED: count}, self._device)
+            for spec in self._interface.prompt_outputs
+        }
+        rows = range(slot, slot + 1)
+        buffers = self._buffers_of_rows(rows, emit) | self._inputs_of_prompts([ids]) | outputs
+        buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_rows(rows)
+        places = np.arange(count, dtype=SCORED_PLACES.dtype)
+        buffers[SCORED_PLACES.name] = Buffer.of(places, self._device)
+        buffers[SCORED_IDS.name] = Buffer.of(next_ids.astype(SCORED_IDS.dtype), self._device)
+        # Each call has other sizes, so its graph is bound anew, which takes less than a millisecond.
+        self._bind_scoring_decoder(buffers, captured=False).run()
+        return {name: buffer.read() for name, buffer in outputs.items()}
 
     def decode(self, rows: range | None = None, *, wait: bool = True) -> None:
         """Feed rows their newest token; running rows sample the next. Prepares the slots unless
@@ -608,7 +649,11 @@ class Slots:
         return self._bind(buffers, captured=True)
 
     def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
-        """Bind the graphs for pieces of the prompts of some rows, whose states change in place. The
+        """Bind the graphs for pieces of the prompts of some rows."""
+        return self._bind(self._buffers_of_rows(rows, emit), captured=False)
+
+    def _buffers_of_rows(self, rows: range, emit: bool) -> dict[str, Buffer]:
+        """The memory for pieces of the prompts of some rows, whose states change in place. The
         status of the batch is written only with the first token."""
         count = len(rows)
         batch = self._parameters.buffers | self._logits | self._outputs.of(self.step)
@@ -624,7 +669,7 @@ class Slots:
             buffers[retained_name(STATUS.name)] = status
         buffers |= self.grammars.inputs
         buffers |= self.adapters.inputs(rows)
-        return self._bind(buffers, captured=False)
+        return buffers
 
     def _bind(self, buffers: Mapping[str, Buffer], *, captured: bool) -> _Graphs:
         """Bind the graphs of the package, in running order."""

@@ -84,6 +84,38 @@ def server(start_server: Callable[..., ServerProcess]) -> Iterator[ServerProcess
         yield running
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["token by token", "whole pieces"])
+def scores_pieces(request: pytest.FixtureRequest) -> bool:
+    """Whether a package scores prompts in whole pieces; otherwise, they are sampled."""
+    chosen: bool = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def scoring_server(
+    scores_pieces: bool,
+    request: pytest.FixtureRequest,
+    bundled_package: Path,
+    shared_folder: Path,
+    chat_template: Path,
+) -> Iterator[ServerProcess]:
+    """`server`, whose package has the feature `prompt_logprobs` or not."""
+    if not scores_pieces:
+        yield request.getfixturevalue("server")
+        return
+    from tests.helpers.tiny_models import with_features
+
+    features = replace(SERVED, grammars=True, prompt_logprobs=True)
+    package = made_once(
+        shared_folder / "tiny_lm-scoring-package",
+        lambda path: with_features(read_package(bundled_package), path, features),
+    )
+    named = ("--served-model-name", "tiny", "--chat-template", chat_template)
+    limits = ("--threads", "1", "--slots", "4", "--max-waiting", "64")
+    with ServerProcess(package, *named, *limits) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def local_app(served_package: Path, chat_template: Path) -> Callable[..., TestClient]:
     """(settings) → the application in this process, for what only happens when something is missing or breaks; use it

@@ -53,7 +53,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_tasks(server: ServerProcess, served_package: Path, tmp_path: Path) -> None:
+def test_tasks(scoring_server: ServerProcess, served_package: Path, tmp_path: Path) -> None:
     for name, rows in (("kjv_texts", [{"text": text} for text in TEXTS]), ("kjv_choices", CHOICES)):
         data = tmp_path / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,7 +66,7 @@ def test_tasks(server: ServerProcess, served_package: Path, tmp_path: Path) -> N
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **source, **TASKS[name]}))
     model = {
         "model": "tiny",
-        "base_url": f"{server.url}/v1/completions",
+        "base_url": f"{scoring_server.url}/v1/completions",
         "tokenizer": str(Path(qsample.__file__).parent / "assets" / "tiny_lm"),
         "tokenizer_backend": "huggingface",
         "max_length": 512,

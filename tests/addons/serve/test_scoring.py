@@ -1,8 +1,10 @@
-"""Log-probabilities of prompts; the oracle is transformers in float64."""
+"""Log-probabilities of prompts, of packages that score whole pieces and of others; the oracle is transformers in
+float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +41,23 @@ def scores() -> Callable[[list[int]], np.ndarray]:
 
 
 @pytest.fixture
-def ask(server: ServerProcess) -> Callable[..., Any]:
+def ask(scoring_server: ServerProcess) -> Callable[..., Any]:
     """(path, fields of a body) → the answer."""
 
     def post(path: str = COMPLETIONS, **body: Any) -> Any:
-        answer = server.client.post(path, json={"seed": 3, **body})
+        answer = scoring_server.client.post(path, json={"seed": 3, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     return post
 
 
-def test_echo_and_logprobs(server: ServerProcess, served_model: CausalLM, scores: Any) -> None:
+def test_echo_and_logprobs(
+    scoring_server: ServerProcess, served_model: CausalLM, scores: Any
+) -> None:
     assert served_model.tokenizer is not None
     ids = served_model.tokenizer.encode(PROMPT)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{scoring_server.url}/v1", api_key="none", max_retries=0)
     options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "logprobs": 2, "seed": 3}
     echoed = client.completions.create(**options, echo=True).choices[0]
     alone = client.completions.create(**options).choices[0]
@@ -98,13 +102,13 @@ def test_any_token_can_be_scored(ask: Any, scores: Any) -> None:
         assert (choice["finish_reason"], choice["logprobs"]["top_logprobs"]) == ("length", None)
 
 
-def test_no_tokens(ask: Any, server: ServerProcess, served_model: CausalLM) -> None:
+def test_no_tokens(ask: Any, scoring_server: ServerProcess, served_model: CausalLM) -> None:
     whole = ask(prompt=["In the", "x"], max_tokens=0)
     assert [choice["text"] for choice in whole["choices"]] == ["", ""]
     assert whole["usage"]["completion_tokens"] == 0
     assert ask(prompt="In the", max_tokens=0, echo=True)["choices"][0]["text"] == "In the"
     body = {"prompt": "In the", "max_tokens": 0, "echo": True, "stream": True}
-    lines = server.client.post(COMPLETIONS, json=body).text.split("\n\n")
+    lines = scoring_server.client.post(COMPLETIONS, json=body).text.split("\n\n")
     assert ['"text":"In the"' in lines[0], '"finish_reason":"length"' in lines[1], lines[2]] == [
         True,
         True,
@@ -117,7 +121,9 @@ def test_no_tokens(ask: Any, server: ServerProcess, served_model: CausalLM) -> N
     ) == len(full)
 
 
-def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, scores: Any) -> None:
+def test_prompt_logprobs_have_vllms_form(
+    ask: Any, served_model: CausalLM, scores: Any, scores_pieces: bool
+) -> None:
     assert served_model.tokenizer is not None
     ids = served_model.tokenizer.encode(PROMPT)
     found = ask(prompt=PROMPT, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
@@ -128,7 +134,8 @@ def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, score
         for other, values in entry.items():
             assert values["logprob"] == pytest.approx(expected[int(other)], abs=1e-4)
             rank = int(np.flatnonzero(order == int(other))[0]) + 1
-            assert values["rank"] == (rank if rank <= 5 else None)  # the package returns five
+            # The package returns five, and knows all ranks if it scores pieces.
+            assert values["rank"] == (rank if rank <= 5 or scores_pieces else None)
             assert values["decoded_token"] == served_model.tokenizer.decode([int(other)])
     chat = ask(
         CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=1, prompt_logprobs=0
@@ -138,16 +145,43 @@ def test_prompt_logprobs_have_vllms_form(ask: Any, served_model: CausalLM, score
     )
 
 
-def test_what_cannot_be_scored(server: ServerProcess, tmp_path: Path) -> None:
+def test_scored_tokens_are_counted(ask: Any, scoring_server: ServerProcess) -> None:
+    name = "prompt_tokens_scored_total"
+    before = scoring_server.metric(name)
+    ask(prompt=[[5, 6, 7], [8, 9]], max_tokens=2, echo=True, logprobs=0)
+    assert scoring_server.metric(name) == before + 3
+
+
+def test_several_clients_at_once(scoring_server: ServerProcess, scores: Any, ask: Any) -> None:
+    """Scores and answers are those of a request alone."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(2, 2048, length).tolist() for length in (150, 64, 65, 2, 40, 90)]
+    bodies = [
+        {"prompt": ids, "max_tokens": 8, "echo": True, "logprobs": 1, "temperature": 0.8}
+        for ids in prompts
+    ]
+    alone = [
+        ask(**body | {"echo": False, "logprobs": None})["choices"][0]["text"] for body in bodies
+    ]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: ask(**body), bodies))
+    for ids, answer, text in zip(prompts, answers, alone, strict=True):
+        (choice,) = answer["choices"]
+        assert choice["text"].endswith(text)
+        found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+        np.testing.assert_allclose(found, scores(ids)[range(len(ids) - 1), ids[1:]], atol=1e-4)
+
+
+def test_what_cannot_be_scored(scoring_server: ServerProcess, tmp_path: Path) -> None:
     def refusal(client: Any, **body: Any) -> str:
         answer = client.post(COMPLETIONS, json={"prompt": "x", **body})
         assert answer.status_code == 400, answer.text
         told: str = answer.json()["error"]["message"]
         return told
 
-    assert "leave out stream" in refusal(server.client, prompt_logprobs=1, stream=True)
-    assert "this package returns 5" in refusal(server.client, prompt_logprobs=6)
-    assert "leave out either" in refusal(server.client, max_tokens=0, min_tokens=1)
+    assert "leave out stream" in refusal(scoring_server.client, prompt_logprobs=1, stream=True)
+    assert "this package returns 5" in refusal(scoring_server.client, prompt_logprobs=6)
+    assert "leave out either" in refusal(scoring_server.client, max_tokens=0, min_tokens=1)
     package = fake_package(tmp_path / "package", logprobs=True)
     with TestClient(
         make_app(ServeSettings(models={"tiny": str(package.path)}, slots=1, threads=1))
