@@ -209,6 +209,8 @@ class CausalLM(ModelMethods):
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         # The settings that were applied last, and those of them that the package applies.
         self._applied: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # The file's settings, from which the caller's may differ by now.
+        self._file_settings = dict(self._generation_config)
         self._file_stops = self._generation_config.eos_token_id
         self.sessions = sessions
         compilation = package.manifest.compilation
@@ -248,7 +250,9 @@ class CausalLM(ModelMethods):
         once."""
         given = dict(self.generation_config)
         if self._applied is None or self._applied[0] != given:
-            applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS)
+            file = self._file_settings
+            changed = [name for name in given if name not in file or given[name] != file[name]]
+            applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS, changed)
             if left_out is not None:
                 warnings.warn(left_out, stacklevel=4)
             self._applied = given, applied
