@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qsample.checks import check_count, from_keywords
+from qsample.checks import check_count, from_keywords, plain
 from qsample.contract.interface import Interface
 from qsample.errors import PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
@@ -251,7 +251,7 @@ class CausalLM(ModelMethods):
         given = dict(self.generation_config)
         if self._applied is None or self._applied[0] != given:
             file = self._file_settings
-            changed = [name for name in given if name not in file or given[name] != file[name]]
+            changed = [name for name in given if plain(given[name]) != file.get(name)]
             applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS, changed)
             if left_out is not None:
                 warnings.warn(left_out, stacklevel=4)
