@@ -248,10 +248,10 @@ class CausalLM(ModelMethods):
     def applied_settings(self) -> dict[str, Any]:
         """The fields of `generation_config` that the package applies. A warning names the others,
         once."""
-        given = dict(self.generation_config)
+        given = {name: plain(value) for name, value in self.generation_config.items()}
         if self._applied is None or self._applied[0] != given:
             file = self._file_settings
-            changed = [name for name in given if plain(given[name]) != file.get(name)]
+            changed = [name for name, value in given.items() if value != file.get(name)]
             applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS, changed)
             if left_out is not None:
                 warnings.warn(left_out, stacklevel=4)

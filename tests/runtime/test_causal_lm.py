@@ -175,8 +175,9 @@ def test_wrong_values_of_a_caller_s_generation_config_are_errors(
         model.generation_config = {**own, "temperature": 0}
         with pytest.raises(ValueError, match="temperature is 0"):
             model.generate(PROMPTS)
-        model.generation_config = {**own, "eos_token_id": np.array([1, 2]), "top_k": 1}
-        assert all(model.generate(PROMPTS, eos_token_id=None).token_ids)
+        for stops in ([1, 2], [3, 4]):
+            model.generation_config = {**own, "eos_token_id": np.array(stops)}
+            assert all(model.generate(PROMPTS).token_ids)
     finally:
         model.generation_config = own
 
