@@ -82,8 +82,17 @@ export function checkNames(given: object, others: readonly string[], param = "op
   }
 }
 
+/** A model's settings, in qsample's words for what other tools say in theirs: a top_k of -1 is off, and a temperature of 0 is greedy. */
+function inOwnWords(file: Readonly<Record<string, unknown>>): Record<string, unknown> {
+  const config = { ...file };
+  if (config.top_k === -1) config.top_k = 0;
+  if (config.temperature === 0) config.do_sample = false;
+  return config;
+}
+
 /** The parameters of a call, with a model's generation_config below them, field by field as in transformers. */
-export function resolve(config: Readonly<Record<string, unknown>>, options: SamplingOptions): Params {
+export function resolve(file: Readonly<Record<string, unknown>>, options: SamplingOptions): Params {
+  const config = inOwnWords(file);
   const given: Record<string, unknown> = {};
   for (const [option, value] of Object.entries(options)) {
     if (value !== undefined && isSamplingOption(option)) given[NAMES[option]] = value;

@@ -23,6 +23,9 @@ describe("options", () => {
     expect(values({ do_sample: true, temperature: 0.6 }, { topP: 0.9 })).toMatchObject({ temperature: 0.6, top_k: 50, top_p: 0.9 });
     expect(values({}, { topP: 0.9 })).toMatchObject({ temperature: 1, top_k: 50 });
     expect(values({ do_sample: true, top_k: 20 }, { topK: null })).toMatchObject({ top_k: 0 });
+    expect(values({ do_sample: true, top_k: -1 }, {})).toMatchObject({ temperature: 1, top_k: 0 });
+    expect(values({ do_sample: true, temperature: 0, top_k: 5 }, {})).toMatchObject({ temperature: 0, top_k: 0 });
+    expect(values({ do_sample: true, temperature: 0 }, { temperature: 0.5 })).toMatchObject({ temperature: 0.5, top_k: 50 });
     expect(values({ max_new_tokens: 9 }, { maxLength: 20 })).toMatchObject({ max_new_tokens: null, max_length: 20 });
     expect(resolve({ eos_token_id: [1, 2] }, { eosTokenId: null }).eos).toEqual([]);
     expect(resolve({ eos_token_id: 1, stop_strings: ["x"] }, {})).toMatchObject({ eos: [1], stop: ["x"] });
@@ -35,6 +38,7 @@ describe("options", () => {
     [{ minP: NaN }, "minP is NaN; give"],
     [{ doSample: false, topP: 0.5 }, "doSample: false chooses greedily, yet topP: 0.5 is given"],
     [{ doSample: true, temperature: 0 }, "contradict"],
+    [{ topK: -1 }, "topK is -1"],
     [{ minNewTokens: 5, maxNewTokens: 4 }, "minNewTokens is 5, more than"],
     [{ eosTokenId: "x" }, "eosTokenId is \"x\"; give a token id"],
     [{ stop: [""] }, "stop is"],

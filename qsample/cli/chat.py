@@ -20,6 +20,7 @@ from qsample.cli.common import (
     SamplingOptions,
     TemplateOptions,
     check_jinja,
+    plain_text,
     system_message,
     with_adapter,
     with_images_before,
@@ -484,7 +485,7 @@ class Screen:
         """The next line of the input, without its end; None at the end of the input."""
         if not self._typed:
             line = sys.stdin.readline()
-            return line.rstrip("\r\n") if line else None
+            return plain_text(line).removesuffix("\n") if line else None
         if sys.stdout.isatty():
             with suppress(ImportError):
                 # With this module, input() edits lines and has a history.

@@ -95,6 +95,7 @@ TrustedKeys = Annotated[
     ),
 ]
 
+_BYTE_ORDER_MARK: Final = "\ufeff"
 _SAMPLING_PANEL: Final = "Sampling"
 _FILTER_PANEL: Final = "More sampling, for packages exported with --filter"
 # Lists of token ids have no flag: --bad-word has texts in their place.
@@ -296,8 +297,14 @@ def read_template(template: str) -> str:
     return template
 
 
+def plain_text(text: str) -> str:
+    """A text of a file or of standard input without what Windows puts into it: a byte-order mark,
+    and carriage returns before the ends of lines."""
+    return text.removeprefix(_BYTE_ORDER_MARK).replace("\r\n", "\n")
+
+
 def read_text(path: Path, option: str) -> str:
-    """The text of a file in UTF-8.
+    """The text of a file in UTF-8, as `plain_text` has it.
 
     Args:
         option: the option that names the file, for messages.
@@ -306,7 +313,7 @@ def read_text(path: Path, option: str) -> str:
         typer.BadParameter: the file cannot be read, is not UTF-8, or is empty.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = plain_text(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise typer.BadParameter(f"cannot read {option} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

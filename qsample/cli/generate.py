@@ -21,6 +21,7 @@ from qsample.cli.common import (
     TemplateOptions,
     check_jinja,
     context_full,
+    plain_text,
     with_adapter,
 )
 from qsample.cli.forms import FormOptions
@@ -339,7 +340,7 @@ def _report(model: CausalLM, output: GenerateOutput, *, as_json: bool) -> None:
 def _read_stdin() -> str:
     """The text of standard input. Raises typer.BadParameter if it is a terminal, or empty."""
     try:
-        text = "" if sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+        text = "" if sys.stdin.isatty() else plain_text(sys.stdin.read()).rstrip("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"standard input is not valid {error.encoding.upper()} from byte {error.start} on; convert it, or give -p"

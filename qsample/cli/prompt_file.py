@@ -188,7 +188,7 @@ def read_lines(path: Path) -> list[Line]:
         if as_json:
             lines.append(_json_line(number, line, path.parent))
         else:
-            lines.append(Line(number, {"prompt": line.rstrip("\r")}))
+            lines.append(Line(number, {"prompt": line}))
     return lines
 
 

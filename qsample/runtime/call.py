@@ -19,6 +19,7 @@ from qsample.request.refusals import BOOKKEEPING, GENERATE, UNSUPPORTED_SETTINGS
 from qsample.request.repetition import RepetitionDetection, read_repetition_detection
 from qsample.request.sampling_params import OFF_VALUES, SamplingParams, layered, settings_of
 from qsample.request.text.chat import CHAT_OPTIONS, ChatOptions
+from qsample.request.text.generated_text import check_stop_strings
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.request.vllm import take_stop_tokens, with_own_names
 from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
@@ -112,6 +113,10 @@ def _allowed_ids(name: str, value: Any) -> list[int] | None:
     return [int(item) for item in ids]
 
 
+def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
+    return check_stop_strings(value)
+
+
 def _processors(name: str, value: Any) -> Any:
     """None for an empty list of processors."""
     is_empty = isinstance(value, Collection) and len(value) == 0
@@ -168,7 +173,7 @@ class Call:
     tokenizer: Any = field(default=None, metadata=_keyword())
     seed: Any = field(default=None, metadata=_keyword())
     stop_strings: str | Sequence[str] | None = field(
-        default=None, metadata=_keyword(in_config=True)
+        default=None, metadata=_keyword(check=_stop_strings, in_config=True)
     )
     skip_special_tokens: bool = field(default=True, metadata=_keyword(check=_flag_or(True)))
     include_stop_str_in_output: bool = field(
@@ -201,10 +206,12 @@ _KEYWORD_FIELDS: Final[Mapping[str, Keyword]] = {
     for entry in fields(Call)
     if _METADATA_KEY in entry.metadata
 }
-# The fields of a generation_config that fill a field of `Call`.
-CONFIG_KEYWORDS: Final = frozenset(
-    keyword.name or name for name, keyword in _KEYWORD_FIELDS.items() if keyword.in_config
-)
+# Field of a generation_config that fills a field of `Call` → its check.
+CONFIG_KEYWORDS: Final[Mapping[str, Callable[[str, Any], Any] | None]] = {
+    keyword.name or name: keyword.check
+    for name, keyword in _KEYWORD_FIELDS.items()
+    if keyword.in_config
+}
 # Arguments of `CausalLM.generate` that say how a batch runs. A call does not have them.
 _BATCH_KEYWORDS: Final = frozenset(
     {"streamer", "prefill_chunk_size", "flush_every", "double_buffering"}

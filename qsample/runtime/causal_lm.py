@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qsample.checks import check_count, from_keywords
+from qsample.checks import check_count, from_keywords, plain
 from qsample.contract.interface import Interface
 from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
@@ -209,6 +209,8 @@ class CausalLM(ModelMethods):
         self._generation_config = GenerationConfig(package.read_json(GENERATION_CONFIG_FILE))
         # The settings that were applied last, and those of them that the package applies.
         self._applied: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # The file's settings, from which the caller's may differ by now.
+        self._file_settings = dict(self._generation_config)
         self._file_stops = self._generation_config.eos_token_id
         self.sessions = sessions
         compilation = package.manifest.compilation
@@ -246,9 +248,11 @@ class CausalLM(ModelMethods):
     def applied_settings(self) -> dict[str, Any]:
         """The fields of `generation_config` that the package applies. A warning names the others,
         once."""
-        given = dict(self.generation_config)
+        given = {name: plain(value) for name, value in self.generation_config.items()}
         if self._applied is None or self._applied[0] != given:
-            applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS)
+            file = self._file_settings
+            changed = [name for name, value in given.items() if value != file.get(name)]
+            applied, left_out = applied_settings(given, self.interface, CONFIG_KEYWORDS, changed)
             if left_out is not None:
                 warnings.warn(left_out, stacklevel=4)
             self._applied = given, applied

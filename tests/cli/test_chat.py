@@ -97,6 +97,10 @@ def say(run: Any, package: Package, monkeypatch: pytest.MonkeyPatch) -> Any:
     return pipe
 
 
+def test_lines_of_windows(say: Any) -> None:
+    assert say("\ufeffhello\r\nmore\\\r\nof it\r\n")[:2] == say("hello\nmore\\\nof it\n")[:2]
+
+
 def answer(model: CausalLM, messages: list[Any], **options: Any) -> str:
     texts = model.generate(messages, **{"seed": 3, "max_new_tokens": 9, **options}).texts
     assert texts is not None

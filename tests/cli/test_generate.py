@@ -40,10 +40,13 @@ def test_generate_reads_the_prompt_from_standard_input(
         result: tuple[int, str, str] = run("generate", llama_package, *GENERATE)
         return result
 
-    assert piped("Hello\n")[:2] == run("generate", llama_package, "-p", "Hello", *GENERATE)[:2]
-    status, out, err = piped("")
-    assert (status, out) == (2, "")
-    assert "no prompt" in err
+    given = run("generate", llama_package, "-p", "Hello\n\n two", *GENERATE)[:2]
+    assert piped("Hello\n\n two\n")[:2] == given
+    assert piped("\ufeffHello\r\n\r\n two\r\n")[:2] == given
+    for text in ("", "\ufeff", "\r\n"):
+        status, out, err = piped(text)
+        assert (status, out) == (2, "")
+        assert "no prompt" in err
 
 
 def test_standard_input_of_another_encoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

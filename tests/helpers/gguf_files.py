@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def write_gguf(
     *,
     tokenizer: Path | None = None,
     add: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    leave_out: str = "",
 ) -> Path:
     """Write `model`, and give it the weights that the file means.
 
@@ -236,6 +238,7 @@ def write_gguf(
         kind: the type of a matrix, by its name in the file; vectors are F32.
         tokenizer: a tokenizer.json of byte-level BPE; by default `byte_tokenizer`.
         add: adds more metadata.
+        leave_out: a pattern of the tensors that the file lacks, which are zeros.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -253,6 +256,9 @@ def write_gguf(
                     part = f"{part}.weight"
                 target = names.get_name(part, (".weight", ".bias", ".scale"))
                 assert target is not None, part
+                if re.fullmatch(leave_out, target):
+                    view.copy_(torch.zeros(view.numpy().shape))
+                    continue
                 shift = 1.0 if is_shifted(part, config.model_type) else 0.0
                 values = np.ascontiguousarray(view.numpy()) + np.float32(shift)
                 chosen = (

@@ -10,6 +10,7 @@ import pytest
 from qsample.contract.interface import Features
 from qsample.request.own_settings import applied_settings, with_needed
 from qsample.request.refusals import UNSUPPORTED_SETTINGS
+from qsample.runtime.call import CONFIG_KEYWORDS
 from tests.helpers.fake_graphs import VOCAB
 from tests.helpers.fake_package import fake_interface
 
@@ -68,7 +69,7 @@ def test_what_no_package_does_is_named_and_the_rest_is_kept(name: str) -> None:
     assert left_out.startswith(
         f"the model's generation_config.json asks for {quoted([name])}, which qsample does not do ("
     )
-    assert applied_settings(settings, fake_interface(), [name]) == (settings, None)
+    assert applied_settings(settings, fake_interface(), {name: None}) == (settings, None)
 
 
 def test_a_bias_on_sequences_is_not_done() -> None:
@@ -96,3 +97,91 @@ def test_values_that_mean_the_same_to_a_package() -> None:
     own, left_out = applied_settings(settings, fake_interface(logit_bias=True))
     assert own == {"suppress_tokens": [0, VOCAB - 1], "prompt_lookup_num_tokens": 0}
     assert left_out is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "meaning"),
+    [
+        ({"do_sample": True, "top_k": -1}, {"do_sample": True, "top_k": 0}),
+        ({"do_sample": True, "top_k": 0}, {"do_sample": True, "top_k": 0}),
+        ({"do_sample": True, "temperature": 0}, {"do_sample": False, "temperature": 0}),
+        (
+            {"do_sample": True, "temperature": 0.0, "top_k": -1, "top_p": 0.9},
+            {"do_sample": False, "temperature": 0.0, "top_k": 0, "top_p": 0.9},
+        ),
+        ({"do_sample": True, "temperature": None}, {"do_sample": True, "temperature": None}),
+    ],
+)
+def test_other_tools_words_have_their_meaning(
+    settings: dict[str, Any], meaning: dict[str, Any]
+) -> None:
+    assert applied_settings(settings, fake_interface()) == (meaning, None)
+
+
+WRONG_VALUES = [
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_k", True),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("min_p", -0.1),
+    ("temperature", -1),
+    ("temperature", "hot"),
+    ("temperature", False),
+    ("repetition_penalty", 0.0),
+    ("typical_p", 0),
+    ("no_repeat_ngram_size", -1),
+    ("max_new_tokens", 0),
+    ("max_length", 0),
+    ("min_length", -1),
+    ("seed", -1),
+    ("eos_token_id", -1),
+    ("eos_token_id", [1, VOCAB]),
+    ("bad_words_ids", [[1], []]),
+    ("bad_words_ids", [[VOCAB]]),
+    ("sequence_bias", [[[VOCAB], 1.0]]),
+    ("logit_bias", {VOCAB: 1.0}),
+    ("dry_sequence_breakers", [VOCAB]),
+    ("prompt_lookup_num_tokens", -1),
+    ("suppress_tokens", "all"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_VALUES)
+def test_a_value_out_of_range_is_named_and_the_rest_is_kept(name: str, value: Any) -> None:
+    filters = ("typical_p", "no_repeat_ngram_size", "bad_words_ids", "dry")
+    interface = fake_interface(logit_bias=True, filters=filters)
+    own, left_out = applied_settings({name: value, "do_sample": True, "num_beams": 2}, interface)
+    assert own == {"do_sample": True}
+    assert left_out is not None
+    assert 'asks for "num_beams", which qsample does not do' in left_out
+    assert f'It also asks for "{name}": {value!r}, which is outside the accepted range' in left_out
+    assert "\n" not in left_out
+    changed = {name: value}
+    assert applied_settings(changed, interface, changed=[name]) == (changed, None), "the caller's"
+
+
+def test_the_caller_s_words_are_the_caller_s() -> None:
+    for settings in ({"top_k": -1}, {"do_sample": True, "temperature": 0}):
+        for name in settings:
+            assert applied_settings(settings, fake_interface(), changed=[name]) == (settings, None)
+
+
+def test_fields_that_are_no_parameters_have_checks_of_their_own() -> None:
+    settings = {"max_time": -1, "stop_strings": [""], "num_return_sequences": 0}
+    own, left_out = applied_settings(settings, fake_interface(), CONFIG_KEYWORDS)
+    assert own == {}
+    assert left_out is not None
+    for name, value in settings.items():
+        assert f'"{name}": {value!r}' in left_out
+    settings = {"max_time": 2, "stop_strings": ["a"], "num_return_sequences": 2}
+    assert applied_settings(settings, fake_interface(), CONFIG_KEYWORDS) == (settings, None)
+
+
+def test_more_new_tokens_at_least_than_at_most() -> None:
+    own, left_out = applied_settings({"min_new_tokens": 9, "max_new_tokens": 3}, fake_interface())
+    assert own == {"max_new_tokens": 3}
+    assert left_out is not None
+    assert '"min_new_tokens": 9, which is outside' in left_out
+    settings = {"min_new_tokens": 3, "max_new_tokens": 3}
+    assert applied_settings(settings, fake_interface()) == (settings, None)

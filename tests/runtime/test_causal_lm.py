@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,45 @@ def test_hugging_face_keywords_over_the_generation_config(
     assert model.generate(PROMPTS, do_sample=False, max_length=20).token_ids == (
         model.generate(PROMPTS, SamplingParams(temperature=0, max_length=20)).token_ids
     )
+
+
+def test_settings_of_the_file_that_cannot_run_end_no_call(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    short = {"max_new_tokens": 5}
+    config = {"do_sample": True, "temperature": 0.0, "top_k": -1, "top_p": 0, **short}
+    model = fake_model(generation_config=config)
+    with pytest.warns(UserWarning, match=r'"top_p": 0, which is outside the accepted range'):
+        own = model.generate(PROMPTS).token_ids
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate(PROMPTS).token_ids == own
+    assert own == model.generate(PROMPTS, do_sample=False).token_ids
+    sampled = fake_model(generation_config={"do_sample": True, "top_k": 0, **short})
+    assert model.generate(PROMPTS, temperature=1.0, seed=1).token_ids == (
+        sampled.generate(PROMPTS, seed=1).token_ids
+    )
+    with pytest.raises(ValueError, match="top_k is -1"):
+        model.generate(PROMPTS, top_k=-1)
+
+
+def test_wrong_values_of_a_caller_s_generation_config_are_errors(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    model = fake_model(generation_config={"max_new_tokens": 6, "do_sample": True})
+    own = model.generation_config
+    try:
+        model.generation_config = {**own, "top_k": -1}
+        with pytest.raises(ValueError, match="top_k is -1"):
+            model.generate(PROMPTS)
+        model.generation_config = {**own, "temperature": 0}
+        with pytest.raises(ValueError, match="temperature is 0"):
+            model.generate(PROMPTS)
+        for stops in ([1, 2], [3, 4]):
+            model.generation_config = {**own, "eos_token_id": np.array(stops)}
+            assert all(model.generate(PROMPTS).token_ids)
+    finally:
+        model.generation_config = own
 
 
 @pytest.mark.parametrize("chunk", [None, 2])

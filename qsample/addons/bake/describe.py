@@ -97,7 +97,9 @@ def _describe(path: Path, name: str | None) -> Description:
         "made_by": " ".join(filter(None, (model.producer_name, model.producer_version)))
         or "unknown",
         "opset": model.graph.opset_imports.get("", 0),
-        "inputs": tuple(str(value.name) for value in model.graph.inputs),
+        "inputs": tuple(
+            str(value.name) for value in model.graph.inputs if not value.is_initializer()
+        ),
         "operators": dict(Counter(_operators(model))),
         "bits": tuple(
             sorted(

@@ -178,7 +178,7 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
             f"{file} is not an {_SUFFIX} file; give an {_SUFFIX} file, a folder with one, or a hub id"
         )
     try:
-        referenced = sorted(referenced_files(file))
+        referenced = sorted({_without_dots(entry) for entry in referenced_files(file)})
     except (OSError, ValueError) as error:
         raise refusal(file, f"it is not an ONNX file ({error})") from error
     for entry in referenced:
@@ -189,6 +189,11 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
                 file, f"its data, {entry}, is missing next to it; download that file, too"
             )
     return Location(file, folders, name, tuple(file.parent / entry for entry in referenced))
+
+
+def _without_dots(entry: str) -> str:
+    """A relative name without the parts that stay in a folder: ONNX Runtime opens ./NAME, too."""
+    return "/".join(part for part in entry.split("/") if part != ".")
 
 
 def decoders(folder: Path) -> list[str]:

@@ -28,6 +28,7 @@ from qsample.addons.bake.conventions import (
     NEWEST_OPSET,
     OLDEST_OPSET,
     PAST_OF_ATTENTION,
+    POSITIONS,
     RECURRENT_STATE_NAME,
     REFUSED_INPUTS,
     REFUSED_OPERATORS,
@@ -152,8 +153,8 @@ def recognise(
 
     Args:
         path: the file of the decoder.
-        model: the model in that file, as `load` returns it; some casts and copies are removed in
-            place.
+        model: the model in that file, as `load` returns it; some inputs, casts and copies are
+            changed in place.
         head_dim: the size of a head, if the configuration states it.
         vocab_size: the size of the vocabulary, if the configuration states it.
 
@@ -161,11 +162,16 @@ def recognise(
         UnsupportedModelError: the decoder cannot be baked; the message is a single line.
     """
     graph = model.graph
+    # An input with a default is a constant: nobody feeds it.
+    changed = common_passes.RemoveInitializersFromInputsPass()(model).modified
     _check_inputs(path, model)
     _check_operators(path, model)
     _check_opset(path, graph)
     logits = _logits(path, graph)
-    changed = _drop_copied_scalars(graph)
+    if _widen_inputs(graph):
+        changed = True
+    if _drop_copied_scalars(graph):
+        changed = True
     if all(value.name in CALLS for value in graph.inputs):
         raise refusal(
             path,
@@ -276,6 +282,28 @@ def _drop_copied_scalars(graph: ir.Graph) -> bool:
             graph.inputs.remove(value)
             changed = True
     return changed
+
+
+def _widen_inputs(graph: ir.Graph) -> bool:
+    """Make token ids and positions of int32 int64, as the contract has them, in place; casts give
+    their readers int32. Returns whether there were any."""
+    narrow = [
+        value
+        for value in graph.inputs
+        if value.name in (IDS, POSITIONS) and value.dtype == ir.DataType.INT32
+    ]
+    for value in narrow:
+        readers = list(value.uses())
+        value.type = ir.TensorType(ir.DataType.INT64)
+        cast = ir.node("Cast", [value], {"to": ir.DataType.INT32})
+        copy = cast.outputs[0]
+        copy.name = f"{value.name}.int32"
+        copy.type = ir.TensorType(ir.DataType.INT32)
+        copy.shape = value.shape
+        for node, place in readers:
+            node.replace_input_with(place, copy)
+        graph.insert_before(graph[0], cast)
+    return bool(narrow)
 
 
 def _narrow_caches(graph: ir.Graph, caches: Iterable[ir.Value]) -> bool:

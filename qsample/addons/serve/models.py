@@ -42,7 +42,6 @@ from qsample.request.text.jinja_template import compile_template
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
-from qsample.runtime.prepare import check_features
 
 # The fields that a model's generation_config decides with generation_config="auto".
 _CONFIG_FIELDS: Final = (
@@ -114,8 +113,6 @@ class ServedModel:
         self.created = int(time.time())
         self.ends = self.model.package.manifest.token_ids.eos
         self.defaults = self._defaults(settings)
-        # A mistake in the generation_config ends the start.
-        check_features(self.interface, SamplingParams(**self.defaults))
         self.tool_format = find_tool_format(settings.tool_call_parser, self._template)
         self._reasoning_format = find_reasoning_format(settings.reasoning_parser)
         self._reasoning_budget = self._checked_budget(settings)

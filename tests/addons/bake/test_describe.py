@@ -11,7 +11,7 @@ import pytest
 from qsample.addons.bake.describe import describe
 from qsample.cli import run
 from qsample.errors import QsampleError
-from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN, TRANSFORMERS
+from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN, TRANSFORMERS, edited
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 
@@ -79,3 +79,16 @@ def test_the_files_of_a_folder(
     assert "not an ONNX file" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(QsampleError, match="not an ONNX file"):
         describe(folder_of_one / "broken.onnx")
+
+
+def test_constants_with_defaults_are_no_inputs(decoder: Decoder, tmp_path: Path) -> None:
+    folder, _ = decoder("genai_cpu_int4")
+    changed = edited(
+        folder,
+        tmp_path / "changed",
+        lambda model: model.graph.inputs.extend(model.graph.initializers.values()),
+    )
+    (plain,) = describe(folder)
+    (description,) = describe(changed)
+    assert description.refusal is None
+    assert description.inputs == plain.inputs

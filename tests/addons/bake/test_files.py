@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 from tokenizers import Tokenizer
@@ -27,11 +29,11 @@ from qsample.addons.bake.files import (
 )
 from qsample.checkpoints.source import HubOptions
 from qsample.contract.interface import Features
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import SamplingParams
 from qsample.runtime import load
-from tests.helpers.foreign import edited
+from tests.helpers.foreign import edited, greedy_of_file, read, rewritten
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 
@@ -611,3 +613,56 @@ def test_without_the_network_a_snapshot_is_taken_as_it_is(
             == "model.onnx"
         )
     assert asked == [("some/model", True)] * 2
+
+
+def renamed_data(folder: Path, name: str) -> None:
+    """Let the tensors of model.onnx.data be in `name`."""
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    onnx.save(model, folder / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    "name", ["./model.onnx.data", "././model.onnx.data", "part/./model.onnx.data"]
+)
+def test_data_in_the_same_folder_by_a_dot(name: str, decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_int4")[0], tmp_path / "model", lambda model: None)
+    data = folder / name
+    data.parent.mkdir(exist_ok=True)
+    shutil.move(folder / "model.onnx.data", data)
+    renamed_data(folder, name)
+    location = locate(folder)
+    (found,) = location.data
+    assert found.samefile(data)
+    assert "." not in location.files[found.relative_to(folder).as_posix()].parts
+    wanted = greedy_of_file(read(decoder("genai_cpu_int4")[0]), [1, 17, 40], 3)
+    (out := tmp_path / "out").mkdir()
+    copy = without_links(location, out)
+    for file in (location.file, copy.file):
+        assert greedy_of_file(read(file.parent), [1, 17, 40], 3) == wanted
+    assert rewritten(folder).interface.vocab_size
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../model.onnx.data",
+        "./../model.onnx.data",
+        "/model.onnx.data",
+        ".//etc/passwd",
+        ".",
+        "./",
+        "",
+    ],
+)
+def test_data_elsewhere_is_refused(name: str, decoder: Decoder, tmp_path: Path) -> None:
+    folder = edited(decoder("genai_cpu_int4")[0], tmp_path / "model", lambda model: None)
+    shutil.copy(folder / "model.onnx.data", tmp_path)
+    renamed_data(folder, name)
+    with pytest.raises(
+        UnsupportedModelError, match=r"it refers to .*, which (lies outside|has an empty part)"
+    ):
+        locate(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
 from qsample.addons.bake import attention
@@ -14,6 +15,7 @@ from tests.helpers.foreign import (
     MOBIUS,
     PLAIN,
     TRANSFORMERS,
+    edited,
     gate,
     greedy_of_file,
     greedy_of_graph,
@@ -122,6 +124,66 @@ def test_the_tokens_are_those_of_transformers(kind: str, decoder: Decoder, tmp_p
     assert not {"Attention", "RMSNormalization", "TensorScatter"} & {
         node.op_type for node in baked.model.graph if not node.domain
     }
+
+
+def constants_as_inputs(model: ir.Model) -> None:
+    """As files of IR 3, and of torch's keep_initializers_as_inputs, have them."""
+    model.graph.inputs.extend(model.graph.initializers.values())
+
+
+def both(model: ir.Model) -> None:
+    narrow_integers(model)
+    constants_as_inputs(model)
+
+
+def narrow_integers(model: ir.Model) -> None:
+    """Token ids, positions and the mask in int32."""
+    for value in model.graph.inputs:
+        if value.name in ("input_ids", "position_ids", "attention_mask"):
+            readers = list(value.uses())
+            value.type = ir.TensorType(ir.DataType.INT32)
+            cast = ir.node("Cast", [value], {"to": ir.DataType.INT64}, name=f"wide_{value.name}")
+            for node, place in readers:
+                node.replace_input_with(place, cast.outputs[0])
+            model.graph.insert_before(model.graph[0], cast)
+
+
+def narrow_ids(model: ir.Model) -> None:
+    """Token ids in int32, which Gather reads without a cast."""
+    ids = next(value for value in model.graph.inputs if value.name == "input_ids")
+    ids.type = ir.TensorType(ir.DataType.INT32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit"),
+    [
+        ("genai_cpu_int4", constants_as_inputs),
+        ("genai_cpu_int4", narrow_integers),
+        ("genai_cpu_int4", narrow_ids),
+        *(
+            pytest.param(kind, edit, marks=pytest.mark.ci)
+            for kind, edit in (
+                ("optimum_llama", constants_as_inputs),
+                ("optimum_llama", narrow_integers),
+                ("optimum_gpt2", both),
+                ("mobius_qwen3_next", narrow_ids),
+            )
+        ),
+    ],
+)
+def test_other_inputs_of_the_same_model(
+    kind: str, edit: Callable[[ir.Model], None], decoder: Decoder, tmp_path: Path
+) -> None:
+    folder, _ = decoder(kind)
+    foreign = read(folder)
+    wanted = [greedy_of_file(foreign, prompt, TOKENS) for prompt in PROMPTS]
+    changed = edited(folder, tmp_path / "changed", edit)
+
+    baked = rewritten(changed)
+    gate(baked, tmp_path / "gate")
+
+    files = save(baked, tmp_path / "graph")
+    assert greedy_of_graph(files, baked.interface, PROMPTS, TOKENS, capacity=32) == wanted
 
 
 def test_the_long_table_is_another_model_than_the_short_one(

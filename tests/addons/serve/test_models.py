@@ -74,7 +74,6 @@ def test_a_chat_template_by_name_or_as_text(
         ),
         ({"chat_template": "{% if %}"}, {}, "the chat template is not valid Jinja"),
         ({"ctx_len": 1}, {}, "ctx_len is 1"),
-        ({"generation_config": "auto"}, {"temperature": -1}, "temperature is -1"),
     ],
 )
 def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
@@ -84,6 +83,18 @@ def test_a_mistake_is_told_at_the_start_and_leaves_no_engine(
     with pytest.raises(ValueError, match=message):
         ServedModels(ServeSettings(models={"tiny": str(package.path)}, **options))
     assert not [thread for thread in threading.enumerate() if thread.name == "qsample-engine"]
+
+
+def test_settings_of_the_model_that_cannot_run_do_not_end_the_start(tmp_path: Path) -> None:
+    config = {"do_sample": True, "temperature": 0, "top_k": -1, "top_p": 0}
+    package = fake_package(tmp_path / "package", generation_config=config).path
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with served(package, generation_config="auto") as model:
+            assert model.defaults == {"temperature": 0, "top_k": 0}
+            request = CompletionRequest(model="tiny", prompt="x")
+            assert model.sampling_params(request).temperature == 0
+    assert sum('asks for "top_p": 0, which is outside' in str(one.message) for one in said) == 1
 
 
 def test_settings_of_the_model_are_kept_or_named(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from qsample.addons.formats.gguf.models import (
     ExpertLayout,
     Weight,
     configuration,
+    family_of,
     prediction_layers,
     weights_by_type,
     weights_of,
@@ -181,6 +182,12 @@ class GgufCheckpoint(Checkpoint):
                 f"{', '.join(symmetric_types())}; compile's weights='int4' or 'int8' rounds the others",
                 stacklevel=2,
             )
+        biases = frozenset(weights)
+        shapes = self.outline.shapes
+        if family_of(self.file).has_optional_biases:
+            for name in shapes.keys() - biases:
+                if name.endswith(".bias"):
+                    weights[name] = torch.zeros(shapes[name])
         stored_matrices = [*matrices, *(one.matrix for one in experts)]
         needed_bytes = sum(matrix.bytes_in_blocks(dtype) for matrix in stored_matrices)
         with self._room_for_blocks(scratch, needed_bytes):
@@ -189,8 +196,8 @@ class GgufCheckpoint(Checkpoint):
                 matrices,
                 scratch,
                 dtype=dtype,
-                shapes=self.outline.shapes,
-                biases=frozenset(weights),
+                shapes=shapes,
+                biases=biases,
                 experts=experts,
             )
 

@@ -102,6 +102,11 @@ _NEGATED_EXPONENTIAL: Final = "ssm_a"
 # The axes of length 1 that tensors may lack, by their names behind the layer.
 _LENGTH_1_AXES: Final = {"ssm_conv1d.weight": 1, "ffn_gate_inp_shexp.weight": 0}
 # The tensors of the keys and values that a layer has unless it takes those of another layer.
+# Setting → the tensors of the biases that it adds to a model.
+_BIASES: Final = {
+    "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+    "mlp_bias": re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+}
 _KEY_VALUE_TENSORS: Final = re.compile(r"attn_(k|v|k_norm)\.(weight|bias)")
 # The tensors that a weight of all experts of a layer is made of.
 _EXPERT_TENSORS: Final = {
@@ -168,6 +173,8 @@ class Family:
         experts: the layout of the experts' weights; None for a family without experts.
         expert_module: the module of a layer that holds the experts.
         has_unrotated_part: whether a part of each head may stay without rotation.
+        has_optional_biases: whether a file may have only some of the biases; the others are zero, as
+            llama.cpp loads it.
         varying: the keys whose values may differ from layer to layer. The settings of all families
             have the first layer's.
     """
@@ -183,6 +190,7 @@ class Family:
     experts: ExpertLayout | None = None
     expert_module: str = "mlp.experts"
     has_unrotated_part: bool = False
+    has_optional_biases: bool = False
     varying: frozenset[str] = frozenset()
 
 
@@ -299,10 +307,9 @@ def configuration(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": _token(file, "bos"),
         "pad_token_id": _token(file, "padding"),
     }
-    if "blk.0.attn_q.bias" in file.tensors:
-        config["attention_bias"] = True
-    if "blk.0.ffn_gate.bias" in file.tensors:
-        config["mlp_bias"] = True
+    for flag, pattern in _BIASES.items():
+        if any(pattern.fullmatch(name) for name in file.tensors):
+            config[flag] = True
     return config | family.settings(file, config)
 
 
@@ -825,13 +832,13 @@ def _gpt_oss(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILIES: Final = {
-    "llama": Family("llama", order=_interleaved),
+    "llama": Family("llama", order=_interleaved, has_optional_biases=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
     "gemma3": Family("gemma3_text", _gemma3, _GEMMA3_MODULES, norm_shift=1.0),
     "mistral3": Family("mistral", _mistral3, order=_interleaved),
     "phi3": Family("phi3", _phi3, {"ffn_up": "mlp.gate_up_proj"}, has_unrotated_part=True),
-    "granite": Family("granite", _granite, order=_interleaved),
+    "granite": Family("granite", _granite, order=_interleaved, has_optional_biases=True),
     "qwen3moe": Family("qwen3_moe", _qwen3moe, experts=ExpertLayout.JOINED),
     "gpt-oss": Family(
         "gpt_oss",

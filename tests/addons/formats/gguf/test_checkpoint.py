@@ -81,6 +81,38 @@ def test_a_file_is_the_model_that_it_was_written_of(
         assert (mapped.dtype, mapped.place.path) == (torch.float16, checkpoint.file.path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "leave_out"),
+    [
+        ("llama", r".*(attn_output|ffn_\w+)\.bias"),
+        ("llama", r".*(attn_q|ffn_gate)\.bias|blk\.0\.\w+\.bias"),
+        ("granite", r".*(attn_\w+|ffn_up|ffn_down)\.bias"),
+    ],
+)
+def test_biases_that_a_file_lacks_are_zero(kind: str, leave_out: str, tmp_path: Path) -> None:
+    """As in llama.cpp; transformers has all biases of the attention, or none."""
+    settings = next(settings for model_type, settings in MODELS.values() if model_type == kind)
+    biased = {**settings, "attention_bias": True, "mlp_bias": True}
+    model = with_norms(random_model(kind, **biased))
+    checkpoint = opened(write_gguf(tmp_path / "model.gguf", model, leave_out=leave_out))
+    wanted = logits(model)
+    np.testing.assert_allclose(
+        logits(checkpoint.load(scratch=tmp_path)), wanted, atol=2e-5 * np.abs(wanted).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "leave_out"),
+    [("llama", r"blk\.1\.attn_v\.weight"), ("qwen2", r"blk\.1\.attn_k\.bias")],
+)
+def test_a_file_without_weights_that_llama_cpp_wants_is_damaged(
+    kind: str, leave_out: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", random_model(kind), leave_out=leave_out)
+    with pytest.raises(QsampleError, match=r"lacks .*it is damaged"):
+        opened(path).load(scratch=tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "BF16"])
 def test_rows_in_another_order(kind: str, tmp_path: Path) -> None:
     """Of queries and keys; and a tied table."""
