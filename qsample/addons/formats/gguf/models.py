@@ -101,12 +101,12 @@ _UNSHIFTED_NORMS: Final = frozenset({"ssm_norm.weight"})
 _NEGATED_EXPONENTIAL: Final = "ssm_a"
 # The axes of length 1 that tensors may lack, by their names behind the layer.
 _LENGTH_1_AXES: Final = {"ssm_conv1d.weight": 1, "ffn_gate_inp_shexp.weight": 0}
-# The tensors of the keys and values that a layer has unless it takes those of another layer.
 # Setting → the tensors of the biases that it adds to a model.
 _BIASES: Final = {
     "attention_bias": re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
     "mlp_bias": re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
 }
+# The tensors of the keys and values that a layer has unless it takes those of another layer.
 _KEY_VALUE_TENSORS: Final = re.compile(r"attn_(k|v|k_norm)\.(weight|bias)")
 # The tensors that a weight of all experts of a layer is made of.
 _EXPERT_TENSORS: Final = {
