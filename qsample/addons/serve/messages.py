@@ -192,6 +192,7 @@ class ContextEdit(Body):
     """A cut of the conversation."""
 
     type: StrictStr = Field(description="Only types that begin with clear_thinking_.")
+    keep: Ignored = None
 
     @field_validator("type")
     @classmethod

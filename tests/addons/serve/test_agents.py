@@ -24,7 +24,7 @@ SESSIONS: Final[dict[str, list[dict[str, Any]]]] = json.loads(
 )
 # What each agent sends that changes nothing.
 IGNORED: Final = {
-    "claude-code": {"caller", "defer_loading"},
+    "claude-code": {"defer_loading"},
     "codex": {"client_metadata", "tools.web_search"},
     "codex-reasoning": {"client_metadata", "tools.web_search"},
     "cline-openainative": {"tools.web_search", "tools.image_generation"},
