@@ -17,6 +17,7 @@ from qsample.runtime import (
     EngineClosedError,
     QueueFullError,
     Request,
+    RequestOutput,
     SamplingParams,
 )
 from qsample.runtime.decode.slots import Slots
@@ -214,9 +215,13 @@ def test_errors_come_in_their_places(model: CausalLM) -> None:
     options = [{}, {"allowed_tokens": print}, {}, {"seed": 7}]
     with Engine(model, slots=2) as engine:
         outputs = list(engine.map(prompts, FREE, each=options, seed=3, return_errors=True))
-        assert [type(output).__name__ for output in outputs] == [
-            "RequestOutput", "ValueError", "ValueError", "RequestOutput",
-        ]  # fmt: skip
+        assert [isinstance(output, RequestOutput) for output in outputs] == [
+            True,
+            False,
+            False,
+            True,
+        ]
+        assert all(isinstance(outputs[index], ValueError) for index in (1, 2))
         assert [output.seed for output in outputs if not isinstance(output, Exception)] == [3, 7]
         raising = engine.map(prompts, FREE, each=options)
         assert len(next(raising).token_ids) == 20

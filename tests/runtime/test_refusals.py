@@ -150,7 +150,7 @@ def check_refused(call: Callable[[], object], what: str) -> None:
     except Exception as raised:
         error = raised
     assert type(error) in (ValueError, ArgumentError), (what, repr(error)[:300])
-    assert 10 < len(str(error)) < 1200, (what, error)
+    assert 10 < len(str(error)) < 1500, (what, error)
 
 
 def test_every_wrong_argument_is_a_value_error_and_affects_no_other_request(
