@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -177,12 +179,18 @@ class Turn:
         body: its JSON.
         status: the status of the answer.
         ignored: the header that names what was ignored.
+        answer: what the model answered, in a few words.
     """
 
     path: str
     body: Any
     status: int = 0
     ignored: str = ""
+    answer: str = ""
+
+
+# The request that is being answered: some agents send two at once.
+CURRENT_TURN: ContextVar[Turn] = ContextVar("CURRENT_TURN")
 
 
 class Recorder:
@@ -199,6 +207,7 @@ class Recorder:
         content = bytearray()
         turn = Turn(scope["path"], None)
         self.turns.append(turn)
+        CURRENT_TURN.set(turn)
 
         async def receive_and_keep() -> Message:
             message = await receive()
@@ -275,6 +284,8 @@ def script(project: Path) -> None:
         model: ServedModel, request: ChatCompletionRequest, prompt: Any, *, needs_budget: bool
     ) -> AnswerForm:
         text = scripted_answer(request).replace("@PROJECT@", str(project))
+        called = re.search(r'"name": "([^"]+)"', text)
+        CURRENT_TURN.get().answer = f"calls {called[1]}" if called else "text"
         return AnswerForm(await model.model.grammars.prepare(Wish(Form("choice", [text]), None)))
 
     ServedModel.answer_form_of_chat = answer_form_of_chat  # type: ignore[method-assign]
@@ -411,7 +422,6 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     package = scripted_model(FOLDER / "model")
     sent: dict[str, list[dict[str, Any]]] = {}
-    print(f"{'agent':<12}{'exit':>5}  {'hello.txt':<10}{'turns':<20}ignored")
     for name in options.agents:
         folder = FOLDER / name
         project = make_project(folder)
@@ -420,10 +430,11 @@ def main() -> None:
             status, output = run(AGENTS[name], folder, served.url, project)
         turns = served.recorder.turns
         written = (project / "hello.txt").exists()
-        statuses = " ".join(str(turn.status) for turn in turns)
-        ignored = {word for turn in turns for word in turn.ignored.split(", ") if word}
+        for number, turn in enumerate(turns, 1):
+            row = f"{name:<12}{number:>3}  {turn.path:<22}{turn.status:>4}  {turn.answer:<24}"
+            print(row, turn.ignored and f"ignored: {turn.ignored}")
         result = "written" if written else "missing"
-        print(f"{name:<12}{status:>5}  {result:<10}{statuses:<20}{' '.join(sorted(ignored))}")
+        print(f"{name:<12}end  exit status {status}, hello.txt is {result}", flush=True)
         if status or not written:
             print(output)
         sent[name] = [{"path": turn.path, "body": shortened(turn.body)} for turn in turns]
