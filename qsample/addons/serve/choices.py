@@ -96,6 +96,7 @@ class PromptScores:
         return [
             _RankedToken(token, logprob, rank)
             for rank, (token, logprob) in enumerate(pairs, start=1)
+            if token >= 0
         ]
 
 
@@ -484,7 +485,8 @@ def _likeliest(
         return []
     ids = outputs[_TOP_IDS][index, :num_alternatives]
     values = outputs[_TOP_VALUES][index, :num_alternatives]
-    return list(zip(ids, values, strict=True))
+    # Filters may leave fewer tokens than a request asks for.
+    return [(token, value) for token, value in zip(ids, values, strict=True) if token >= 0]
 
 
 def _finite(value: float) -> float:
