@@ -140,6 +140,30 @@ def test_listed_tokens_are_scored_after_a_prompt(
             assert other.result().token_ids == [int(expected.argmax())]
 
 
+def test_scores_beside_prompts_that_are_read_together(
+    llama: CausalLM, oracle: Callable[[str], Scores]
+) -> None:
+    """Prompts of equal lengths in adjacent slots are read at once, but not those that are scored."""
+    scores = oracle("llama")
+    vocab_size = llama.interface.vocab_size
+    # The last token of a scored prompt is not read, so all calls could have 20 tokens.
+    prompts = [prompt_of(20 + (seed % 3 > 0), vocab_size, seed) for seed in range(24)]
+    with Engine(llama, slots=4) as engine:
+        requests = [
+            engine.add_request(ids, max_new_tokens=1, temperature=0.0)
+            if seed % 3 == 0
+            else engine.add_request(ids, prompt_logprobs=True)
+            for seed, ids in enumerate(prompts)
+        ]
+        for seed, request in enumerate(requests):
+            output = request.result()
+            expected = scores([*prompts[seed], 0])
+            if seed % 3:
+                check(output.prompt_outputs, expected[:-1], prompts[seed])
+            else:
+                assert output.token_ids == [int(expected[-1].argmax())]
+
+
 def test_scores_are_those_of_sampled_tokens(llama: CausalLM) -> None:
     """A prompt that is sampled token by token has the same scores, and the same likeliest tokens."""
     ids = prompt_of(100, llama.interface.vocab_size)

@@ -419,10 +419,10 @@ class DecodeLoop:
             saves = [self._save(save) for save in read.saves if save.tokens == piece.stop]
             wait = bool(saves) or piece is read.pieces[-1]
             scored = sequence.request.scored
-            in_piece = None if scored is None else scored.in_piece(piece)
-            if in_piece is None or not len(in_piece.ids):
+            if scored is None:
                 calls.append(self._prefill([(sequence, piece)], emit=emit, wait=wait))
             else:
+                in_piece = scored.in_piece(piece)
                 calls.append(partial(self._score, sequence, piece, in_piece, emit=emit))
             calls += saves
         return calls

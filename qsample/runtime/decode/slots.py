@@ -509,7 +509,7 @@ class Slots:
         Args:
             slot: the slot.
             ids: the token ids of the piece, [n] int64.
-            scored: the m tokens to score after them, at least one.
+            scored: the m tokens to score after them.
             emit: as in `prefill`.
 
         Returns:

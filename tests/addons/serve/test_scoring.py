@@ -153,7 +153,7 @@ def test_listed_tokens(
     """What classifiers read: the log-probabilities of labels, likely or not."""
     labels = [2047, 0, 300]
     prompts = [[5, 31, 63], [7, 300, 2]]
-    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "n": 2, "logprob_token_ids": labels}
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 0, "n": 2, "logprob_token_ids": labels}
     if not scores_pieces:
         refused = scoring_server.client.post(COMPLETIONS, json=body).json()["error"]
         assert refused["param"] == "logprob_token_ids"
