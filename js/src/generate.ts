@@ -258,8 +258,11 @@ function optionalOutputs(tokenizer: Tokenizer | null, widths: Widths, outputs: S
   const [logprob, ids, likeliest, probs] = ["logprobs", "top_logprob_ids", "top_logprobs", "probs"].map(of);
   if (logprob) found.logprob = logprob[0];
   if (ids) {
-    found.topLogprobs = Array.from(ids as Int32Array, (token, rank) => ({
-      token, text: tokenizer?.decode([token], { skipSpecialTokens: false }) ?? "", logprob: likeliest[rank],
+    const all = Array.from(ids as Int32Array, (token, rank) => ({ token, logprob: likeliest[rank] as number }));
+    // Filters may leave fewer tokens than the package reports.
+    const drawable = all.filter(({ token }) => token >= 0);
+    found.topLogprobs = drawable.map(({ token, logprob }) => ({
+      token, text: tokenizer?.decode([token], { skipSpecialTokens: false }) ?? "", logprob,
     }));
   }
   if (probs) found.probs = probs;

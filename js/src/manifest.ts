@@ -9,6 +9,7 @@ export interface Features {
   grammars?: boolean;
   logprobs: boolean;
   top_logprobs: number;
+  logprobs_mode?: string;
   probs: boolean;
   filters: string[];
   filter_order: string;

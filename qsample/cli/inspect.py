@@ -31,7 +31,7 @@ from qsample.cli.opening import CompileChoices, FeatureNeeds, is_package, open_e
 from qsample.cli.quantized import divergence_in_words, quantization_in_words, table_of_bits
 from qsample.cli.terminal import console, counted, format_size, note, table
 from qsample.contract.interface import GraphSpec
-from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, TensorSpec
+from qsample.contract.tensors import AXIS_MEANINGS, CAPACITY, RAW_LOGPROBS, TensorSpec
 from qsample.errors import QsampleError
 from qsample.package.disk.protobuf import fields
 from qsample.package.manifest import Compilation, GraphPart, Manifest
@@ -244,7 +244,9 @@ def _facts(package: Package) -> dict[str, str]:
     interface = package.interface
     source = manifest.source
     digests = [f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())]
-    features = asdict(interface.features).items()
+    features = asdict(interface.features)
+    if not (interface.features.logprobs or interface.features.top_logprobs):
+        del features["logprobs_mode"]
     facts = {
         "kind": manifest.kind,
         "source": f"{source.model_id} @ {source.revision}" if source.revision else source.model_id,
@@ -253,7 +255,7 @@ def _facts(package: Package) -> dict[str, str]:
         "made from": ", ".join(digests),
         "dtype": interface.dtype,
         "contract": manifest.contract_version,
-        "features": ", ".join(_feature(name, value) for name, value in features if value),
+        "features": ", ".join(_feature(name, value) for name, value in features.items() if value),
         "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
         "longest context": str(manifest.max_position_embeddings or "unlimited"),
         "made with": _pairs(manifest.versions),
@@ -579,6 +581,8 @@ def _options(entry: Entry) -> list[str]:
     features = manifest.interface.features
     names = ("logit_bias", "allowed_tokens", "logprobs", "top_logprobs", "probs")
     options += [name for name in names if getattr(features, name)]
+    if features.logprobs_mode != RAW_LOGPROBS:
+        options.append(features.logprobs_mode)
     options += features.filters
     if not features.sampler:
         options.append("no sampler")

@@ -44,6 +44,7 @@ from qsample.contract.tensors import (
     LOGIT_BIAS_INPUTS,
     LOGITS,
     LOGPROBS,
+    LOGPROBS_MODES,
     MASK_WORDS,
     MODEL_DTYPES,
     MOST_SPECULATIVE_TOKENS,
@@ -62,6 +63,7 @@ from qsample.contract.tensors import (
     PROMPT_LOGPROBS,
     PROMPT_RANKS,
     PROMPT_TOP_LOGPROB_OUTPUTS,
+    RAW_LOGPROBS,
     SAMPLER_STATES,
     SCORED_IDS,
     SCORED_PLACES,
@@ -110,6 +112,9 @@ class Features:
         sampler: Whether the graph returns next-token ids; without it, `decoder.onnx` returns
             logits, and `sampler.onnx` samples.
         top_logprobs: M; 0 switches it off.
+        logprobs_mode: Whether `logprobs` and `top_logprobs` are of the model's own logits, or of the
+            distribution that the token is drawn from, in vLLM's words. Without these outputs, it
+            changes nothing.
         filters: Names in `EXTRA_PARAMETERS`, in its order. Each adds its inputs, and some add a
             state.
         prompt_logprobs: Whether a call can score the tokens of a prompt. It needs `sampler` and
@@ -139,6 +144,13 @@ class Features:
         "an integer >= 0 (0 = off)",
         help="Also return the M likeliest tokens.",
         metavar="M",
+    )
+    logprobs_mode: str = choice(
+        RAW_LOGPROBS,
+        LOGPROBS_MODES,
+        help="Log-probabilities of the model's logits, or of what the sampler makes of them.",
+        metavar="|".join(LOGPROBS_MODES),
+        **stored(omitted=RAW_LOGPROBS),
     )
     prompt_logprobs: bool = flag(
         False, help="Also score whole pieces of prompts.", **stored(omitted=False)
@@ -211,6 +223,10 @@ class Features:
             prompt_logprobs=self.sampler,
             filters=filters,
         )
+
+
+# The features that are one of several words, rather than there or absent.
+CHOICES: Final = ("filter_order", "logprobs_mode")
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,11 @@ HUGGING_FACE: Final = "huggingface"
 # The filters come first, the temperature last.
 LLAMA_CPP: Final = "llama.cpp"
 FILTER_ORDERS: Final = (HUGGING_FACE, LLAMA_CPP)
+# Log-probabilities of the model's own logits.
+RAW_LOGPROBS: Final = "raw_logprobs"
+# Log-probabilities of the distribution that the token is drawn from.
+PROCESSED_LOGPROBS: Final = "processed_logprobs"
+LOGPROBS_MODES: Final = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
 # The padding of stop_ids and logit_bias_ids.
 PAD_STOP_ID: Final = -1
 MODEL_DTYPES: Final = ("float32", "float16", "bfloat16")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Unpack
 
+from qsample.contract.interface import CHOICES
 from qsample.errors import QsampleError
 from qsample.models.keywords import OpenKeywords, OpenOptions, read_keywords
 from qsample.models.model import PackagedModel, SourceModel
@@ -52,6 +53,7 @@ class AutoModelForCausalLM:
             return_pdfs: `probs` of `interface.Features`.
             logit_bias, allowed_tokens, grammars, logprobs, top_logprobs, prompt_logprobs: as in
                 `interface.Features`; off by default, and then absent from the graph.
+            logprobs_mode: as in `interface.Features`; "raw_logprobs" by default.
             filters, filter_order, max_loras, max_lora_rank: as in `interface.Features`; off by
                 default, and then absent from the graph.
             for_serving: logit_bias, allowed_tokens, grammars, logprobs, 20 top_logprobs,
@@ -136,9 +138,9 @@ def _open_package(path: Path, options: OpenOptions) -> PackagedModel:
         )
     if request.images and not reads_images:
         raise QsampleError(f"{path} is a package of text alone; open it with AutoModelForCausalLM")
-    features = options.features
-    if not options.states_filter_order:
-        features = replace(features, filter_order=package.interface.features.filter_order)
+    own = package.interface.features
+    accepted = {name: getattr(own, name) for name in CHOICES if name not in options.chosen}
+    features = replace(options.features, **accepted)
     dtype = None if request.dtype == "auto" else request.dtype
     check_features(package, features, dtype)
     model = PackagedModel(package, options.provider, trusted_keys=options.trusted_keys)

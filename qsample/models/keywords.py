@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from qsample.checkpoints.source import HubOptions
-from qsample.contract.interface import Features
+from qsample.contract.interface import CHOICES, Features
 from qsample.models.dialects import read_from_pretrained
 from qsample.models.sources import SourceRequest
 from qsample.package.signature import TrustedKeys
@@ -42,6 +42,7 @@ class FeatureKeywords(TypedDict, total=False):
     grammars: bool
     logprobs: bool
     top_logprobs: int
+    logprobs_mode: str | None
     prompt_logprobs: bool
     filters: Sequence[str]
     filter_order: str | None
@@ -72,8 +73,8 @@ class OpenOptions:
     Attributes:
         source: the model to open.
         features: the features of its graph.
-        states_filter_order: whether the caller chose the filter order; otherwise a package's own is
-            accepted.
+        chosen: the fields of `features` among `CHOICES` that the caller chose; otherwise a package's
+            own values are accepted.
         provider: the execution provider of `generate`; None for the default.
         device_map: transformers' choice of a device.
         trusted_keys: public keys; a package must be signed with one of them. None accepts every
@@ -82,7 +83,7 @@ class OpenOptions:
 
     source: SourceRequest
     features: Features
-    states_filter_order: bool
+    chosen: frozenset[str]
     provider: str | None
     device_map: Any
     trusted_keys: TrustedKeys | None
@@ -123,7 +124,7 @@ def read_keywords(name: str, given: OpenKeywords, *, images: bool | None) -> Ope
     return OpenOptions(
         source=source,
         features=features,
-        states_filter_order=keywords.get("filter_order") is not None,
+        chosen=frozenset(name for name in CHOICES if keywords.get(name) is not None),
         provider=keywords.get("provider"),
         device_map=keywords.get("device_map"),
         trusted_keys=keywords.get("trusted_keys"),
@@ -145,7 +146,8 @@ def _features(keywords: OpenKeywords) -> Features:
     given: dict[str, Any] = {
         names[argument]: value for argument, value in keywords.items() if argument in names
     }
-    if given.get("filter_order") is None:
-        given.pop("filter_order", None)
+    for name in CHOICES:
+        if given.get(name) is None:
+            given.pop(name, None)
     features = Features(**given)
     return features.for_serving() if keywords.get("for_serving") else features

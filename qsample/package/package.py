@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from qsample.contract.interface import Features, Interface
+from qsample.contract.interface import CHOICES, Features, Interface
 from qsample.errors import PackageError, QsampleError
 from qsample.package.disk.replace import check_replaceable, flush, put_in_place
 from qsample.package.disk.scratch import scratch_for
@@ -463,7 +463,8 @@ def check_features(package: Package, wanted: Features, dtype: str | None) -> Non
         dtype: The dtype that it must have; None for any.
     """
     present = package.interface.features
-    for name, argument in (("sampler", "include_sampler"), ("filter_order", "filter_order")):
+    arguments = {"sampler": "include_sampler", **{name: name for name in CHOICES}}
+    for name, argument in arguments.items():
         if getattr(wanted, name) != getattr(present, name):
             raise QsampleError(
                 f"{package.path} was exported with {argument}={getattr(present, name)!r}; open it with that, or export "

@@ -23,6 +23,7 @@ from qsample.request.text.generated_text import check_stop_strings
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.request.vllm import take_stop_tokens, with_own_names
 from qsample.runtime.image_prompts import TEXT_ONLY, ImageReader, images_of_prompts
+from qsample.runtime.sequence import ScoredTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,9 @@ class Keyword:
 
 
 _METADATA_KEY: Final = "keyword"
+
+# The limit of tokens that a request scores after its prompt: the head computes a row for each.
+MOST_SCORED_IDS: Final = 128
 
 
 def _keyword(
@@ -113,6 +117,21 @@ def _allowed_ids(name: str, value: Any) -> list[int] | None:
     return [int(item) for item in ids]
 
 
+def _scored_ids(name: str, value: Any) -> list[int] | None:
+    """Token ids to score; their range is checked with the package."""
+    ids = plain(value)
+    if ids is None:
+        return None
+    is_list = isinstance(ids, Collection) and not isinstance(ids, str | bytes | Mapping)
+    if (
+        not is_list
+        or not 1 <= len(ids) <= MOST_SCORED_IDS
+        or not all(is_integer(item, 0) for item in ids)
+    ):
+        refuse(name, value, f"a list of 1 to {MOST_SCORED_IDS} token ids, or None for none")
+    return [int(item) for item in ids]
+
+
 def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
     return check_stop_strings(value)
 
@@ -155,6 +174,7 @@ class Call:
             to have. Packages that were compiled with num_speculative_tokens guess these tokens.
             This changes the speed only.
         prompt_logprobs: whether a request of an engine scores its prompt, see `Engine.add_request`.
+        logprob_token_ids: the tokens that a request of an engine scores after its prompt.
         outputs: the names of the optional outputs to return, a list; by default all that the
             package has. The other outputs are not read from the device.
         return_dict: False makes `generate` return the array of the sequences only.
@@ -189,6 +209,9 @@ class Call:
     grammar: Any = field(default=None, metadata=_keyword())
     thinking_token_budget: int | None = field(default=None, metadata=_keyword(check=_budget))
     prompt_logprobs: bool = field(default=False, metadata=_keyword(check=_scores_prompt))
+    logprob_token_ids: Sequence[int] | None = field(
+        default=None, metadata=_keyword(check=_scored_ids)
+    )
     outputs: Any = field(default=None, metadata=_keyword())
     prediction: Any = field(default=None, metadata=_keyword())
     stopping_criteria: Any = field(default=None, metadata=_keyword())
@@ -198,6 +221,13 @@ class Call:
     return_dict: bool | None = field(
         default=None, metadata=_keyword("return_dict_in_generate", check=_flag)
     )
+
+    @property
+    def scoring_argument(self) -> str | None:
+        """The argument that makes the requests score tokens, and sample none; None without it."""
+        if self.logprob_token_ids is not None:
+            return "logprob_token_ids"
+        return "prompt_logprobs" if self.prompt_logprobs else None
 
 
 # Field of `Call` → the keyword that fills it.
@@ -445,14 +475,14 @@ class Prompt(NamedTuple):
         given: [m] int64, the same tokens and their padding.
         images: the prompt's images; None without any.
         is_chat: whether the prompt is chat messages.
-        scored_ids: [n] int64, the token to score after each of `ids`; None to score none.
+        scored: the tokens to score; None to score none.
     """
 
     ids: Array
     given: Array
     images: ImagePrompt | None = None
     is_chat: bool = False
-    scored_ids: Array | None = None
+    scored: ScoredTokens | None = None
 
     @property
     def identities(self) -> Array:

@@ -20,7 +20,7 @@ import numpy as np
 
 from qsample.contract.arrays import Array
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import ALLOWED_TOKENS
+from qsample.contract.tensors import ALLOWED_TOKENS, RAW_LOGPROBS
 from qsample.runtime.sequence import Sequence, sequences_array
 
 
@@ -306,9 +306,11 @@ def _copies(processors: list[_Callback]) -> list[_Callback]:
 def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> None:
     """Raise ValueError if processors would not see the logits that they see in transformers."""
     features = interface.features
-    if features.logprobs or features.top_logprobs:
+    has_logprobs = features.logprobs or features.top_logprobs
+    if has_logprobs and features.logprobs_mode == RAW_LOGPROBS:
         raise ValueError(
-            "logits_processor changes the logits that the package's logprobs are of; export without them"
+            "logits_processor changes the logits that the package's logprobs are of; export without them, or with "
+            "logprobs_mode='processed_logprobs'"
         )
     for name, off in _EARLIER_PARAMETERS.items():
         values = [

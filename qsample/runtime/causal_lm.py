@@ -365,10 +365,11 @@ class CausalLM(ModelMethods):
             warnings.warn(self._advice, stacklevel=2)
             self._advice = None
         call = self.read(inputs, params, **options)
-        if call.prompt_logprobs:
+        name = call.scoring_argument
+        if name is not None:
             raise ArgumentError(
-                "prompt_logprobs is for requests of an Engine, add_request(prompt, prompt_logprobs=True); leave it out",
-                "prompt_logprobs",
+                f"{name} is for requests of an Engine, add_request(prompt, {name}=...); leave it out",
+                name,
             )
         sequences, guide = self.prepare(call)
         self.images.compute_features(sequences)

@@ -252,8 +252,9 @@ class Engine:
             options: also prompt_logprobs; True makes a request that samples nothing, and whose
                 `RequestOutput.prompt_outputs` score the tokens of the prompt. It needs a package
                 with the feature, and reads the prompt in whole pieces; another request with the
-                prompt then continues from its cache. Other parameters than the adapter have no
-                effect on it.
+                prompt then continues from its cache. logprob_token_ids, a list of up to 128 token
+                ids, makes a request that scores these tokens after the prompt instead, in their
+                order. Other parameters than the adapter have no effect on such requests.
 
         The calling thread computes the features of the prompt's images, after the engine has taken
         the request.

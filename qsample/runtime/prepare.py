@@ -47,7 +47,14 @@ from qsample.runtime.adapters import Adapter
 from qsample.runtime.call import Call, Prompt, check_token_ids, parse_prompts, read_array
 from qsample.runtime.callbacks import Guide
 from qsample.runtime.image_prompts import ImageReader
-from qsample.runtime.sequence import AnyGrammar, Delivery, Sequence, SequenceImages, SequenceRequest
+from qsample.runtime.sequence import (
+    AnyGrammar,
+    Delivery,
+    ScoredTokens,
+    Sequence,
+    SequenceImages,
+    SequenceRequest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,7 @@ def make_sequences(
             adapter=fitted[index].adapter,
             output_names=output_names,
             grammar=grammar,
-            scored_ids=prompt.scored_ids,
+            scored=prompt.scored,
         )
         images = None if prompt.images is None else SequenceImages(prompt.images)
         delivery = _delivery(call, prompt, tokenizer, stop_strings)
@@ -202,38 +209,54 @@ def _guide_of(sequences: list[Sequence]) -> GrammarGuide:
 
 
 def _scored_prompts(call: Call, interface: Interface, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts of a call. If their tokens are scored, from the second on, the last token need not
-    be read. Raises ArgumentError if they cannot be scored."""
-    if not call.prompt_logprobs:
+    """The prompts of a call, with the tokens that it scores. Raises ArgumentError if they cannot be
+    scored."""
+    name = call.scoring_argument
+    if name is None:
         return prompts
-    name = "prompt_logprobs"
     if not interface.features.prompt_logprobs:
         raise ArgumentError(
-            f"{name} is True, and the package does not score prompts; export the model with "
+            f"{name} was given, and the package does not score prompts; export the model with "
             "prompt_logprobs=True (--prompt-logprobs, or --for-serving) and compile it for cpu without "
             "num_speculative_tokens and num_devices, or leave it out",
             name,
         )
-    for prompt in prompts:
-        if prompt.images is not None:
-            raise ArgumentError(
-                f"{name} is True, and the prompt has images; leave out either", name
-            )
-        if len(prompt.ids) < 2:
-            raise ArgumentError(
-                f"{name} is True, and the prompt is a single token, which nothing precedes; give a "
-                "prompt of two tokens or more, or leave it out",
-                name,
-            )
-    return [
-        Prompt(prompt.ids[:-1], prompt.ids[:-1], scored_ids=prompt.ids[1:]) for prompt in prompts
-    ]
+    if any(prompt.images is not None for prompt in prompts):
+        raise ArgumentError(f"{name} was given, and the prompt has images; leave out either", name)
+    if call.logprob_token_ids is None:
+        return [_scored_within(prompt) for prompt in prompts]
+    if call.prompt_logprobs:
+        raise ArgumentError(f"prompt_logprobs and {name} were given; give either", name)
+    ids = np.array(call.logprob_token_ids, np.int64)
+    check_token_ids(name, ids, interface.vocab_size)
+    return [_scored_after(prompt, ids) for prompt in prompts]
+
+
+def _scored_within(prompt: Prompt) -> Prompt:
+    """A prompt whose tokens are scored, from the second on; so the last need not be read. Raises
+    ArgumentError if there is no second."""
+    if len(prompt.ids) < 2:
+        name = "prompt_logprobs"
+        raise ArgumentError(
+            f"{name} is True, and the prompt is a single token, which nothing precedes; give a "
+            "prompt of two tokens or more, or leave it out",
+            name,
+        )
+    read = prompt.ids[:-1]
+    places = np.arange(len(read))
+    return Prompt(read, read, scored=ScoredTokens(places, prompt.ids[1:], num_unread=1))
+
+
+def _scored_after(prompt: Prompt, ids: Array) -> Prompt:
+    """A prompt after whose last token others are scored. ids: [m] int64, these tokens."""
+    places = np.full(len(ids), len(prompt.ids) - 1)
+    return prompt._replace(scored=ScoredTokens(places, ids))
 
 
 def _scoring_call(call: Call) -> Call:
     """A call; if it scores its prompts, it only reads them: its rows sample a token that nobody
     gets."""
-    if not call.prompt_logprobs:
+    if call.scoring_argument is None:
         return call
     is_shared = isinstance(call.params, SamplingParams)
     rows: Any = [call.params] if is_shared else call.params

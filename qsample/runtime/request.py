@@ -90,7 +90,8 @@ class RequestOutput:
         prompt_outputs: the scores of the prompt by name, with an entry for each token from the
             second on: `prompt_logprobs` [n - 1, 1] float32 and `prompt_ranks` [n - 1, 1] int32, 1
             for the likeliest; `prompt_top_logprob_ids` and `prompt_top_logprobs`, [n - 1, M], if
-            the package has them. Empty unless the request had prompt_logprobs.
+            the package has them. Of a request with logprob_token_ids, an entry for each of these.
+            Empty for other requests.
     """
 
     token_ids: list[int]

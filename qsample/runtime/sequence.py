@@ -6,7 +6,7 @@ from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -145,6 +145,25 @@ NO_DRAFTS: Final = DraftStats()
 AnyGrammar = TokenGrammar | CompiledGrammar
 
 
+class ScoredTokens(NamedTuple):
+    """Tokens whose log-probabilities a request asks for.
+
+    Attributes:
+        places: [m] int64, the places in the prompt after which they are scored, ascending.
+        ids: [m] int64, the tokens.
+        num_unread: how many tokens of the caller's prompt are scored, and not read.
+    """
+
+    places: Array
+    ids: Array
+    num_unread: int = 0
+
+    def in_piece(self, piece: range) -> ScoredTokens:
+        """Those after the tokens of a piece of the prompt; their places count from its start."""
+        first, end = np.searchsorted(self.places, [piece.start, piece.stop])
+        return ScoredTokens(self.places[first:end] - piece.start, self.ids[first:end])
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceRequest:
     """A prompt and how to continue it, as the caller asked. Nothing changes it.
@@ -162,8 +181,8 @@ class SequenceRequest:
         adapter: the adapter with which the tokens are read and sampled; None for none.
         output_names: the names of the optional outputs to return.
         grammar: the grammar that the answer follows, for the graph or for masks; None for any text.
-        scored_ids: [n] int64, the token to score after each token of the prompt; None to score
-            none. A request that scores tokens samples a token that nobody gets.
+        scored: the tokens to score while the prompt is read; None to score none. A request that
+            scores tokens samples a token that nobody gets.
     """
 
     prompt: Array
@@ -177,7 +196,7 @@ class SequenceRequest:
     adapter: Adapter | None = None
     output_names: tuple[str, ...] = ()
     grammar: AnyGrammar | None = None
-    scored_ids: Array | None = None
+    scored: ScoredTokens | None = None
 
     @property
     def tables(self) -> TokenGrammar | None:
@@ -212,9 +231,15 @@ class SequenceRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of tokens of the caller's prompt, whose last token is only scored if tokens
-        are scored."""
-        return len(self.prompt) + (self.scored_ids is not None)
+        """The number of tokens of the caller's prompt."""
+        unread = 0 if self.scored is None else self.scored.num_unread
+        return len(self.prompt) + unread
+
+    @property
+    def reads_every_token(self) -> bool:
+        """Whether no token of the prompt may come from a cache: tokens are scored after more than
+        the last, which is always read."""
+        return self.scored is not None and bool(self.scored.places[0] < len(self.prompt) - 1)
 
     @cached_property
     def max_length(self) -> int:
@@ -383,7 +408,7 @@ class Sequence:
     @property
     def _complete_tokens(self) -> int:
         """The number of tokens that were read with their outputs, and that the caller gets."""
-        if self.request.scored_ids is not None:
+        if self.request.scored is not None:
             return 0
         tokens = len(self.progress.sampled)
         return min(tokens, len(self.progress.outputs)) if self.request.output_names else tokens

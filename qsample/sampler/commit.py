@@ -6,7 +6,7 @@ The outputs are ids, log-probabilities and the distribution that the token was d
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +14,14 @@ from qsample.contract.tensors import (
     GRAMMAR_STATE,
     INVALID_LOGITS,
     LENGTH,
+    RAW_LOGPROBS,
     RUNNING,
     STOPPED,
 )
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import Call, Columns, count_up
-from qsample.sampler.draw import Draw
+from qsample.sampler.draw import LEAST_SHARE, MASKED_LOGPROB, NO_TOKEN, Draw
 from qsample.sampler.grammar import grammar_state
 from qsample.sampler.tensor import (
     FLOAT,
@@ -37,13 +38,6 @@ from qsample.sampler.tensor import (
     size,
     where,
 )
-
-# In top_logprob_ids, for a row that emitted nothing.
-NO_TOKEN: Final = -1
-# The log-probability of a token that cannot be drawn.
-_MASKED_LOGPROB: Final = -math.inf
-# The smallest probability of a drawn token that Mirostat counts.
-_LEAST_SHARE: Final = 2.0**-126
 
 
 def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
@@ -81,7 +75,7 @@ def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     if call.uses("mirostat"):
         assert draw.outcome.share is not None
         # The probability of a token that u = 0 draws may round to 0 in float32.
-        surprise = log_of_column(maximum(draw.outcome.share, _LEAST_SHARE)) * (-1 / math.log(2))
+        surprise = log_of_column(maximum(draw.outcome.share, LEAST_SHARE)) * (-1 / math.log(2))
         mu = filters.next_largest_surprise(row, surprise)
         changes = draw.random & (call["mirostat_tau"] > 0)
         states["mirostat_mu"] = where(changes, mu.squeeze(), call["mirostat_mu"])
@@ -177,20 +171,59 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
     next_ids = draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)
     outputs = {"next_ids": next_ids}
     if features.logprobs or features.top_logprobs:
-        split = blocks.split(call["logits"], call.vocab, block_size(call.vocab))
-        shares = normalizer(split)
-        if features.logprobs:
-            outputs["logprobs"] = logprobs(call["logits"], shares, draw.token, emitted)
-        if features.top_logprobs:
-            ids, values = top_logprobs(
-                split, shares, features.top_logprobs, emitted, replayed=call.captured
-            )
-            outputs["top_logprob_ids"] = ids
-            outputs["top_logprobs"] = values
+        if features.logprobs_mode == RAW_LOGPROBS:
+            outputs |= logprob_outputs(call, draw, call["logits"], emitted)
+        else:
+            undrawn = logprob_outputs(call, draw, draw.adjusted, emitted)
+            outputs |= processed_logprob_outputs(draw, undrawn)
     if draw.outcome.probs is not None:
         drawn = draw.random.unsqueeze()
         greedy = emitted & ~drawn
         outputs["probs"] = probabilities(draw.outcome.probs, drawn, greedy, draw.token)
+    return outputs
+
+
+def logprob_outputs(call: Call, draw: Draw, logits: Tensor, emitted: Tensor) -> dict[str, Tensor]:
+    """`logprobs` and `top_logprobs` of logits, by name; those that the package has.
+
+    Args:
+        call, draw: the call and its draw.
+        logits: [B, V] float32.
+        emitted: [B, 1] bool; other rows get 0, and ids of -1.
+    """
+    features = call.features
+    split = blocks.split(logits, call.vocab, block_size(call.vocab))
+    shares = normalizer(split)
+    outputs = {}
+    if features.logprobs:
+        outputs["logprobs"] = logprobs(logits, shares, draw.token, emitted)
+    if features.top_logprobs:
+        ids, values = top_logprobs(
+            split, shares, features.top_logprobs, emitted, replayed=call.captured
+        )
+        outputs["top_logprob_ids"] = ids
+        outputs["top_logprobs"] = values
+    return outputs
+
+
+def processed_logprob_outputs(draw: Draw, undrawn: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`logprobs` and `top_logprobs` of the distribution that the token was drawn from, by name.
+
+    As in vLLM, greedy rows have those of the logits after masks, biases and penalties.
+
+    Args:
+        draw: the draw.
+        undrawn: the outputs for rows that draw nothing.
+    """
+    drawn = draw.random.unsqueeze()
+    outputs = dict(undrawn)
+    if draw.outcome.logprob is not None:
+        outputs["logprobs"] = where(drawn, draw.outcome.logprob, undrawn["logprobs"])
+    if draw.outcome.top is not None:
+        values = undrawn["top_logprobs"]
+        ids = where(values > MASKED_LOGPROB, undrawn["top_logprob_ids"], NO_TOKEN)
+        outputs["top_logprob_ids"] = where(drawn, draw.outcome.top.ids.to(INT32), ids)
+        outputs["top_logprobs"] = where(drawn, draw.outcome.top.logprobs, values)
     return outputs
 
 
@@ -219,14 +252,14 @@ def normalizer(split: Blocks) -> Normalizer:
 
 
 def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: Tensor) -> Tensor:
-    """The model's log-probability of each row's token: [B, 1] float32.
+    """The log-probability of each row's token: [B, 1] float32.
 
-    It is computed from the model's own logits, before masks, biases, penalties, temperature and
-    filters, as vLLM does by default (`logprobs_mode="raw_logprobs"`), so it scores a text
-    independently of how the text was sampled. The distribution that was sampled from is `probs`.
+    By default, as in vLLM (`logprobs_mode="raw_logprobs"`), it is computed from the model's own
+    logits, before masks, biases, penalties, temperature and filters, so it scores a text
+    independently of how the text was sampled.
 
     Args:
-        logits: [B, V] float32, the model's logits.
+        logits: [B, V] float32, the logits.
         normalizer: the normalizer of these logits.
         next_ids: [B, 1] int64, the tokens.
         emitted: [B, 1] bool; other rows get 0.
@@ -240,7 +273,7 @@ def top_logprobs(
     """The tokens with the largest log-probabilities, largest first; of ties, the lower ids first.
 
     Args:
-        split: the model's logits.
+        split: the logits.
         normalizer: the normalizer of these logits.
         count: M, how many tokens.
         emitted: [B, 1] bool; other rows get ids of -1 and log-probabilities of 0.
@@ -250,7 +283,7 @@ def top_logprobs(
         The ids, [B, M] int32, and the log-probabilities, [B, M] float32.
     """
     values, ids = blocks.top_candidates(split, count, replayed=replayed)
-    log_probabilities = where(values > FLOOR, normalizer.log_softmax(values), _MASKED_LOGPROB)
+    log_probabilities = where(values > FLOOR, normalizer.log_softmax(values), MASKED_LOGPROB)
     return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, log_probabilities, 0.0)
 
 

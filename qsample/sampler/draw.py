@@ -11,13 +11,22 @@ rows runs none. Branches are nested, so a step evaluates only the conditions it 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
-from qsample.contract.tensors import HUGGING_FACE, NOISE, SEARCHED_ROWS, STATEFUL_FILTERS, XTC_NOISE
+from qsample.contract.tensors import (
+    HUGGING_FACE,
+    NOISE,
+    PROCESSED_LOGPROBS,
+    SEARCHED_ROWS,
+    STATEFUL_FILTERS,
+    XTC_NOISE,
+)
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import DrawCall
@@ -30,14 +39,34 @@ from qsample.sampler.tensor import (
     TensorRecord,
     constant,
     constants,
+    log_of_column,
     maximum,
     minimum,
     op,
     where,
 )
 
+# In the place of a token, where there is none.
+NO_TOKEN: Final = -1
+# The log-probability of a token that cannot be drawn.
+MASKED_LOGPROB: Final = -math.inf
+# The smallest probability of a drawn token that counts: float32's smallest normal number.
+LEAST_SHARE: Final = 2.0**-126
 # The least distance between the largest and the smallest logit by which others are divided.
 _LEAST_SPREAD = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Likeliest(TensorRecord):
+    """The M likeliest tokens of each row, likeliest first; of equals, the lower ids first.
+
+    Attributes:
+        ids: [B, M] int64; -1 in the place of tokens that cannot be drawn.
+        logprobs: [B, M] float32, their log-probabilities; -inf in these places.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,11 +82,16 @@ class Outcome(TensorRecord):
             output.
         share: [B, 1] float32, the probability of the token before adaptive-p; None unless a state
             needs it.
+        logprob: [B, 1] float32, the token's log-probability in the distribution that it was drawn
+            from; None unless it is an output.
+        top: the likeliest tokens of this distribution; None unless they are an output.
     """
 
     token: Tensor
     probs: Tensor | None
     share: Tensor | None
+    logprob: Tensor | None
+    top: Likeliest | None
 
 
 @dataclass(frozen=True)
@@ -69,12 +103,14 @@ class Draw:
         emitted: [B] bool, the rows that emit a token.
         random: [B] bool, the rows whose token was drawn at random.
         outcome: the other values of the draw; they only have a meaning in random rows.
+        adjusted: [B, V] float32, the logits after step 2.
     """
 
     token: Tensor
     emitted: Tensor
     random: Tensor
     outcome: Outcome
+    adjusted: Tensor
 
 
 def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
@@ -98,7 +134,7 @@ def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
         lambda: _nothing_drawn(call, largest, greedy),
     )
     token = where(emitted.unsqueeze(), outcome.token, 0)
-    return Draw(token, emitted, random, outcome)
+    return Draw(token, emitted, random, outcome, adjusted)
 
 
 def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
@@ -107,7 +143,24 @@ def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
         token=greedy,
         probs=_no_probs(call, greedy) if call.features.probs else None,
         share=largest.unsqueeze() if call.uses(*STATEFUL_FILTERS) else None,
+        logprob=largest.unsqueeze() if _has_processed_logprob(call) else None,
+        top=_no_likeliest(call, greedy) if _has_processed_top(call) else None,
     )
+
+
+def _has_processed_logprob(call: DrawCall) -> bool:
+    features = call.features
+    return features.logprobs and features.logprobs_mode == PROCESSED_LOGPROBS
+
+
+def _has_processed_top(call: DrawCall) -> bool:
+    features = call.features
+    return features.top_logprobs > 0 and features.logprobs_mode == PROCESSED_LOGPROBS
+
+
+def _no_likeliest(call: DrawCall, greedy: Tensor) -> Likeliest:
+    ids = op("Expand", constants(greedy, NO_TOKEN), [1, call.features.top_logprobs])
+    return Likeliest(ids, ids.to(FLOAT))
 
 
 def _no_probs(call: DrawCall, greedy: Tensor) -> Tensor:
@@ -262,13 +315,15 @@ class _RandomRows:
 
     def _outcome(self, pool: Pool) -> Outcome:
         """Draw a token of each row from the tokens that the filters left in the pool."""
+        call = self._call
         token = pool.draw(self._uniform(NOISE))
-        probs = share = None
-        if self._call.features.probs:
-            probs = self._probs(pool)
-        if self._call.uses(*STATEFUL_FILTERS):
-            share = pool.share_of(token)
-        return Outcome(token, probs, share)
+        return Outcome(
+            token,
+            probs=self._probs(pool) if call.features.probs else None,
+            share=pool.share_of(token) if call.uses(*STATEFUL_FILTERS) else None,
+            logprob=_logprob(pool, token) if _has_processed_logprob(call) else None,
+            top=_likeliest(pool, call.features.top_logprobs) if _has_processed_top(call) else None,
+        )
 
     def _probs(self, pool: Pool) -> Tensor:
         """The pool's distribution over the vocabulary, [B, V] float32."""
@@ -359,6 +414,26 @@ class _RandomRows:
         distance = (share - pool.row(pool.sum(share) / count)) * there
         deviation = op("Sqrt", pool.sum(distance * distance) / count)
         return deviation * -lowest.squeeze()
+
+
+def _logprob(pool: Pool, token: Tensor) -> Tensor:
+    """The log-probability of each row's token, [B, 1] float32. token: [B, 1] int64."""
+    return _log_shares(pool, pool.at(pool.weights, token))
+
+
+def _likeliest(pool: Pool, count: int) -> Likeliest:
+    """The tokens of a pool with the largest log-probabilities. count: M."""
+    weights, ids = pool.likeliest(count)
+    there = weights >= LEAST_SHARE
+    logprobs = where(there, _log_shares(pool, weights), MASKED_LOGPROB)
+    return Likeliest(where(there, ids, NO_TOKEN), logprobs)
+
+
+def _log_shares(pool: Pool, weights: Tensor) -> Tensor:
+    """The logarithms of shares of a pool's total, [B, n] float32, from weights of this shape."""
+    # The weight of a token that u = 0 draws may round to 0 in float32.
+    column = maximum(weights, LEAST_SHARE).unsqueeze()
+    return log_of_column(column).squeeze() - log_of_column(pool.sum(pool.weights))
 
 
 def _needs_search(call: DrawCall, num_candidates: int) -> Tensor:

@@ -63,8 +63,8 @@ from qsample.sampler import grammar
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call, count_up
-from qsample.sampler.commit import NO_TOKEN, filter_states, next_status, next_tokens, results
-from qsample.sampler.draw import Draw, draw
+from qsample.sampler.commit import filter_states, next_status, next_tokens, results
+from qsample.sampler.draw import NO_TOKEN, Draw, draw
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from qsample.sampler import blocks
-from qsample.sampler.blocks import FLOOR
+from qsample.sampler.blocks import FLOOR, Blocks
 from qsample.sampler.search import Search, WeightedKeys
 from qsample.sampler.tensor import (
     FLOAT,
@@ -219,6 +219,18 @@ class Pool(ABC):
         """
 
     @abstractmethod
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """The largest weights, largest first; of equal weights, those of the lowest ids.
+
+        Args:
+            count: M, how many tokens.
+
+        Returns:
+            The weights, [B, M] float32, and the ids of their tokens, [B, M] int64. Weights of 0 are
+            of tokens that were taken away, or of none.
+        """
+
+    @abstractmethod
     def at(self, values: Tensor, token: Tensor) -> Tensor:
         """The value of a token: [B, 1].
 
@@ -285,6 +297,14 @@ class Candidates(Pool):
         sums = self.weights.gather(order).cumsum()
         above = sums > minimum(uniform, _LARGEST_UNIFORM) * sums.last()
         return where(above, ordered, ordered.last()).min()
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        num_candidates = axis_size(self.ids, 1)
+        by_id, order = top(self.ids, num_candidates, largest=False)
+        weights, places = top(self.weights.gather(order), min(count, num_candidates))
+        ids = by_id.gather(places)
+        missing = [0, 0, 0, count - min(count, num_candidates)]
+        return op("Pad", weights, missing), op("Pad", ids, missing)
 
     def at(self, values: Tensor, token: Tensor) -> Tensor:
         return self.sum(values * self.ids.equals(token).to(FLOAT))
@@ -373,6 +393,11 @@ class Vocabulary(Pool):
         last_place = axis_size(self.x, 2) - 1.0
         place = minimum((sums <= remainder).to(FLOAT).sum(), last_place).to(INT64)
         return block * axis_size(self.x, 2) + place
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        weights = self.weights
+        in_blocks = Blocks(weights, weights.max(keep=False))
+        return blocks.top_candidates(in_blocks, count, replayed=self._replayed)
 
     def at(self, values: Tensor, token: Tensor) -> Tensor:
         return values.reshape(0, -1).gather(token)

@@ -66,6 +66,7 @@ def reference_step(
     *,
     pad_token_id: int,
     top_logprobs: int = 0,
+    logprobs_mode: str = "raw_logprobs",
     filter_order: str = "huggingface",
     num_candidates: int = CANDIDATES,
 ) -> dict[str, Array]:
@@ -77,6 +78,7 @@ def reference_step(
             inputs are there; without `searched_rows`, every row is searched that has to be.
         pad_token_id: `next_ids` of a row that emits nothing.
         top_logprobs: M.
+        logprobs_mode: "raw_logprobs" or "processed_logprobs".
         filter_order: "huggingface" or "llama.cpp".
         num_candidates: K; the contract's is 64.
 
@@ -84,7 +86,8 @@ def reference_step(
         The next states under `NAME_RetainedState`, `next_ids`, `logprobs`, `top_logprob_ids`, `top_logprobs`, `probs`
         in float64, `adjusted_logits` after step 2 (NaN in a row that samples nothing), and two aids for tests:
         `margin` [B], the distance of u to the nearest boundary of the cumulative distribution, and `edge` [B], the
-        relative distance of the closest call that a filter made. Both are inf if nothing was close to decide.
+        relative distance of the closest call that a filter made. Both are inf if nothing was close to decide. Of
+        log-probabilities below `logprob_floor` [B], float32 may not tell whether they are probabilities of 0.
     """
     batch, vocab = logits.shape
     names = ("lengths", "status", "tokens", "output_counts", "mirostat_mu", "adaptive_error")
@@ -98,6 +101,7 @@ def reference_step(
         "probs": np.zeros((batch, vocab)),
         "margin": np.full(batch, np.inf),
         "edge": np.full(batch, np.inf),
+        "logprob_floor": np.full(batch, -np.inf),
         "adjusted_logits": np.full((batch, vocab), np.nan, np.float32),
     }
     searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
@@ -118,6 +122,7 @@ def reference_step(
             b in searched,
             filter_order,
             num_candidates,
+            processed=logprobs_mode == "processed_logprobs",
         )
     return out | {f"{name}_RetainedState": array for name, array in state.items()}
 
@@ -131,6 +136,8 @@ def _step_row(
     searched: bool,
     order: str,
     num_candidates: int,
+    *,
+    processed: bool,
 ) -> None:
     capacity = state["tokens"].shape[1]
     if row["status"] != 0:
@@ -161,7 +168,10 @@ def _step_row(
             left.edge,
             token,
         )
-        _report_logprobs(b, logits, token, out)
+        if processed and row["temperature"] > 0:
+            _report_shares(b, probs, token, out)
+        else:
+            _report_logprobs(b, adjusted if processed else logits, token, out, drops=processed)
         if row["temperature"] > 0 and row.get("mirostat_tau", 0) > 0:
             surprise = -np.log2(max(left.probs()[token], 2.0**-126))
             change = float(row["mirostat_eta"]) * (surprise - float(row["mirostat_tau"]))
@@ -208,10 +218,26 @@ def pick(probs: Array, adjusted: Array, row: Row, u: float) -> tuple[int, float]
     return token, float(np.abs(inner - u).min()) if inner.size else np.inf
 
 
-def _report_logprobs(b: int, logits: Array, token: int, out: dict[str, Array]) -> None:
+def _report_shares(b: int, probs: Array, token: int, out: dict[str, Array]) -> None:
+    """The logarithms of the distribution from which the token was drawn; no token for probabilities of 0."""
+    logprobs = np.log(probs)
+    order = np.argsort(-probs, kind="stable")[: out["top_logprobs"].shape[1]]
+    out["logprob_floor"][b] = -80
+    out["logprobs"][b, 0] = logprobs[token]
+    out["top_logprob_ids"][b] = np.where(probs[order] > 0, order, -1)
+    out["top_logprobs"][b] = logprobs[order]
+
+
+def _report_logprobs(
+    b: int, logits: Array, token: int, out: dict[str, Array], *, drops: bool
+) -> None:
+    """The log-softmax of logits. drops: whether tokens without probability are left out of the likeliest."""
     l = logits.astype(np.float64)
     log_softmax = l - (l.max() + np.log(np.exp(l - l.max()).sum()))
     out["logprobs"][b, 0] = log_softmax[token]
     count = out["top_logprobs"].shape[1]
     order = np.argsort(-l, kind="stable")[:count]
     out["top_logprob_ids"][b], out["top_logprobs"][b] = order, log_softmax[order]
+    if drops:
+        masked = l[order] <= LOWEST
+        out["top_logprob_ids"][b][masked], out["top_logprobs"][b][masked] = -1, -np.inf

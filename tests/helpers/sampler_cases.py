@@ -281,6 +281,8 @@ def compare_step(got: Mapping[str, Array], expected: Mapping[str, Array], row: i
             name == "adjusted_logits" and np.isnan(e).any()
         ):  # of a row that samples nothing, or of an invalid row
             continue
+        if name in ("logprobs", "top_logprobs"):
+            g, e = (np.where(one < expected["logprob_floor"][row], -np.inf, one) for one in (g, e))
         same = (
             np.allclose(g, e, rtol=5e-5, atol=1e-6) if g.dtype.kind == "f" else np.array_equal(g, e)
         )
@@ -305,6 +307,7 @@ def expected_step(
             inputs,
             pad_token_id=PAD,
             top_logprobs=chosen.top_logprobs,
+            logprobs_mode=chosen.logprobs_mode,
             filter_order=chosen.filter_order,
             num_candidates=num_candidates,
         )

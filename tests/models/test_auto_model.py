@@ -72,6 +72,11 @@ def test_host_sampling_gives_the_tokens_of_the_sampler(
         ),
         ({"filters": ["xtc", "typical_p"]}, Features(filters=("typical_p", "xtc"))),
         ({"filter_order": "llama.cpp"}, Features(filter_order="llama.cpp")),
+        (
+            {"logprobs": True, "logprobs_mode": "processed_logprobs"},
+            Features(logprobs=True, logprobs_mode="processed_logprobs"),
+        ),
+        ({"logprobs_mode": None, "filter_order": None}, Features()),
     ],
 )
 def test_keywords_name_the_features(keywords: dict[str, Any], features: Features) -> None:
@@ -142,6 +147,22 @@ def test_filters_of_a_package_are_fixed(tmp_path: Path) -> None:
         ValueError, match=r"filter_order is 'vllm'; choose one of huggingface, llama\.cpp"
     ):
         AutoModelForCausalLM.from_pretrained("some/model", filter_order="vllm")
+
+
+def test_the_logprobs_mode_of_a_package_is_fixed(tmp_path: Path) -> None:
+    mode = "processed_logprobs"
+    path = fake_package(tmp_path / "package", logprobs=True, logprobs_mode=mode).path
+    for options in ({}, {"logprobs": True}, {"logprobs_mode": mode}):
+        assert isinstance(AutoModelForCausalLM.from_pretrained(path, **options), PackagedModel)
+    with pytest.raises(QsampleError, match="exported with logprobs_mode='processed_logprobs'"):
+        AutoModelForCausalLM.from_pretrained(path, logprobs_mode="raw_logprobs")
+    plain = fake_package(tmp_path / "plain", logprobs=True).path
+    with pytest.raises(QsampleError, match="exported with logprobs_mode='raw_logprobs'"):
+        AutoModelForCausalLM.from_pretrained(plain, logprobs_mode=mode)
+    with pytest.raises(
+        ValueError, match="logprobs_mode is 'raw'; choose one of raw_logprobs, processed_logprobs"
+    ):
+        AutoModelForCausalLM.from_pretrained("some/model", logprobs_mode="raw")
 
 
 def test_nothing_is_written_over_what_it_is_made_from(tmp_path: Path) -> None:

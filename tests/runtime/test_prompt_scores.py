@@ -117,6 +117,53 @@ def check_many_prompts(model: CausalLM, oracle: Scores) -> None:
             assert request.scored_tokens == len(ids) - 1
 
 
+def test_listed_tokens_are_scored_after_a_prompt(
+    llama: CausalLM, oracle: Callable[[str], Scores]
+) -> None:
+    """Tokens of any rank, token 0 and the last among them, twice in a row; beside other requests, and from a cache."""
+    scores = oracle("llama")
+    vocab_size = llama.interface.vocab_size
+    ids = [7, 0, vocab_size - 1, 7]
+    with Engine(llama, slots=3) as engine:
+        for length in (1, 2, 64, 65, CTX_LEN - 1):
+            prompt = prompt_of(length, vocab_size, length)
+            expected = scores([*prompt, 0])[-1]
+            other = engine.add_request(prompt, max_new_tokens=1, temperature=0.0)
+            for _ in range(2):
+                request = engine.add_request(prompt, logprob_token_ids=ids)
+                output = request.result()
+                found = output.prompt_outputs
+                np.testing.assert_allclose(found["prompt_logprobs"][:, 0], expected[ids], atol=2e-4)
+                assert (output.token_ids, output.usage.prompt_tokens) == ([], length)
+                assert request.scored_tokens == len(ids)
+            assert output.usage.cached_tokens >= length // 64 * 32
+            assert other.result().token_ids == [int(expected.argmax())]
+
+
+def test_scores_beside_prompts_that_are_read_together(
+    llama: CausalLM, oracle: Callable[[str], Scores]
+) -> None:
+    """Prompts of equal lengths in adjacent slots are read at once, but not those that are scored."""
+    scores = oracle("llama")
+    vocab_size = llama.interface.vocab_size
+    # The last token of a scored prompt is not read, so all calls could have 20 tokens.
+    prompts = [prompt_of(20 + (seed % 3 > 0), vocab_size, seed) for seed in range(24)]
+    with Engine(llama, slots=4) as engine:
+        requests = [
+            engine.add_request(ids, max_new_tokens=1, temperature=0.0)
+            if seed % 3 == 0
+            else engine.add_request(ids, prompt_logprobs=True)
+            for seed, ids in enumerate(prompts)
+        ]
+        for seed, request in enumerate(requests):
+            output = request.result()
+            expected = scores([*prompts[seed], 0])
+            if seed % 3:
+                check(output.prompt_outputs, expected[:-1], prompts[seed])
+            else:
+                assert output.token_ids == [int(expected[-1].argmax())]
+
+
 def test_scores_are_those_of_sampled_tokens(llama: CausalLM) -> None:
     """A prompt that is sampled token by token has the same scores, and the same likeliest tokens."""
     ids = prompt_of(100, llama.interface.vocab_size)
@@ -246,11 +293,25 @@ def test_refusals(llama: CausalLM, llama_package: Path) -> None:
                 ValueError, match=r"prompt_logprobs is .*; give True, for the altern"
             ):
                 engine.add_request([[5, 6]], prompt_logprobs=value)
+        for ids, told in (
+            ([], "give a list of 1 to 128 token ids"),
+            (5, "give a list of 1 to 128 token ids"),
+            ("5", "give a list of 1 to 128 token ids"),
+            ([-1], "give a list of 1 to 128 token ids"),
+            ([5] * 129, "give a list of 1 to 128 token ids"),
+            ([5, llama.interface.vocab_size], "the model's ids are 0 to"),
+        ):
+            with pytest.raises(ValueError, match=f"logprob_token_ids .*{told}"):
+                engine.add_request([[5, 6]], logprob_token_ids=ids)
+        with pytest.raises(ValueError, match="give either"):
+            engine.add_request([[5, 6]], logprob_token_ids=[5], prompt_logprobs=True)
         for off in (None, False):
             output = engine.add_request([[5, 6]], prompt_logprobs=off, max_new_tokens=1).result()
             assert (output.prompt_outputs, len(output.token_ids)) == ({}, 1)
     with pytest.raises(ValueError, match="prompt_logprobs is for requests of an Engine"):
         llama.generate([[5, 6]], prompt_logprobs=True)
+    with pytest.raises(ValueError, match="logprob_token_ids is for requests of an Engine"):
+        llama.generate([[5, 6]], logprob_token_ids=[5])
     plain = load(llama_package, intra_op_num_threads=1)
     with (
         Engine(plain, slots=1) as engine,

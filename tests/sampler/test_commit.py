@@ -4,6 +4,7 @@ next_ids, log-probabilities and the sampled distribution."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,21 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import EXTRA_PARAMETERS, INVALID_LOGITS, LENGTH, RUNNING, STOPPED
+from qsample.contract.tensors import (
+    EXTRA_PARAMETERS,
+    INVALID_LOGITS,
+    LENGTH,
+    LOGPROBS_MODES,
+    RUNNING,
+    STOPPED,
+)
 from qsample.sampler import build_sampler
 from tests.helpers.reference import reference_step
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,
     PAD,
     check_rows,
+    check_steps,
     expected_step,
     interface,
     make_inputs,
@@ -263,6 +272,88 @@ def test_logprobs_are_those_of_the_model(captured: bool) -> None:
     assert result["top_logprob_ids"].tolist() == [[0, 1, 2]]
 
 
+def processed(face: Interface) -> Interface:
+    """With log-probabilities of what is drawn from."""
+    features = replace(face.features, logprobs=True, logprobs_mode="processed_logprobs")
+    return replace(face, features=features)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_processed_logprobs_are_those_of_the_draw(captured: bool) -> None:
+    """By hand: a bias, a temperature and top-k change them in rows that draw; in greedy rows, the bias does."""
+    face = processed(
+        Interface(5, (), features=Features(top_logprobs=4, logit_bias=True), captured=captured)
+    )
+    logits = np.log(np.array([[4, 2, 1, 1, 1]], np.float32).repeat(3, 0)) + 50
+    inputs = make_inputs(
+        face,
+        3,
+        temperature=[0, 0.5, 1],
+        top_k=[0, 2, 0],
+        logit_bias_ids=1,
+        logit_bias=np.float32(np.log(4)),
+        noise=[[0] * 16, [0.1] * 16, [0.999] * 16],
+    )
+    result = sampler(face)(logits, inputs)
+    assert result["next_ids"].tolist() == [[1], [0], [4]]
+    whole = [8 / 15, 4 / 15, 1 / 15, 1 / 15]
+    kept = [64 / 80, 16 / 80, 0, 0]
+    with np.errstate(divide="ignore"):
+        wanted = np.log([whole, kept, whole])
+    np.testing.assert_allclose(result["top_logprobs"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(result["logprobs"], np.log([[8 / 15], [0.2], [1 / 15]]), rtol=1e-5)
+    assert result["top_logprob_ids"].tolist() == [[1, 0, 2, 3], [1, 0, -1, -1], [1, 0, 2, 3]]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("vocab", [1000, 40])
+def test_processed_logprobs(vocab: int, captured: bool) -> None:
+    """Against the reference, with masks, penalties and every filter; of small vocabularies, all tokens are reported."""
+    filters = tuple(EXTRA_PARAMETERS)
+    features = replace(ALL_FEATURES, filters=filters, top_logprobs=min(vocab, 70))
+    check_steps(processed(Interface(vocab, (), features=features, captured=captured)), 5, 60)
+
+
+def test_processed_logprobs_are_the_logarithms_of_probs() -> None:
+    """In rows that draw from candidates and from the vocabulary, with ties; alone as in a batch."""
+    face = processed(interface(1000, Features(top_logprobs=20, probs=True)))
+    rng = np.random.default_rng(4)
+    logits = rng.integers(-4, 4, (6, 1000)).astype(np.float32)
+    settings = {
+        "temperature": [1, 0.7, 1.3, 1, 0.01, 2],
+        "top_k": [20, 0, 300, 0, 0, 1],
+        "top_p": [1, 0.3, 1, 1, 1, 1],
+        "noise": rng.random((6, 16)).astype(np.float32),
+    }
+    inputs = make_inputs(face, 6, **settings)
+    result = sampler(face)(logits, inputs)
+    probs = result["probs"].astype(np.float64)
+    drawn = np.take_along_axis(probs, result["next_ids"], 1)
+    np.testing.assert_allclose(result["logprobs"], np.log(drawn), rtol=1e-5, atol=1e-6)
+    order = np.argsort(-probs, axis=1, kind="stable")[:, :20]
+    likeliest = np.take_along_axis(probs, order, 1)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(result["top_logprobs"], np.log(likeliest), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(result["top_logprob_ids"], np.where(likeliest > 0, order, -1))
+    for row in range(6):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        own = sampler(face)(logits[row : row + 1], alone)
+        for name in ("logprobs", "top_logprobs", "top_logprob_ids"):
+            np.testing.assert_array_equal(own[name][0], result[name][row], err_msg=name)
+
+
+def test_a_token_that_hardly_has_a_probability() -> None:
+    """u = 0 draws the lowest id, whose weight may be no normal float32 number: 2**-126 takes its place."""
+    face = processed(interface(3, Features(top_logprobs=3)))
+    logits = np.float32([[-95, 0, -1]])
+    result = sampler(face)(logits, make_inputs(face, temperature=1, noise=0.0))
+    assert result["next_ids"].tolist() == [[0]]
+    expected = -126 * np.log(2) - np.log(1 + np.exp(-1))
+    np.testing.assert_allclose(result["logprobs"], [[expected]], rtol=1e-6)
+    assert result["top_logprob_ids"].tolist() == [[1, 2, -1]]
+    assert result["top_logprobs"][0, 2] == -np.inf
+
+
 def test_small_log_probabilities_keep_their_digits() -> None:
     """(l - max) - log sum: if the maximum is large, its sum with the logarithm would lose them."""
     logits = np.float32([[4000, 3999.5, 3990, -1e35, -np.inf]])
@@ -273,11 +364,11 @@ def test_small_log_probabilities_keep_their_digits() -> None:
     np.testing.assert_allclose(result["top_logprobs"], exact, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
 @pytest.mark.parametrize("captured", [False, True])
-def test_rows_that_emit_nothing_report_nothing(captured: bool) -> None:
-    face = Interface(
-        4, (), features=Features(logprobs=True, top_logprobs=2, probs=True), captured=captured
-    )
+def test_rows_that_emit_nothing_report_nothing(captured: bool, mode: str) -> None:
+    features = Features(logprobs=True, top_logprobs=2, probs=True, logprobs_mode=mode)
+    face = Interface(4, (), features=features, captured=captured)
     logits = np.array([[1, 2, 3, 4], [1, np.nan, 3, 4], [1, 2, 3, 4]], np.float32)
     result = sampler(face)(logits, make_inputs(face, 3, emit=[False, True, True], status=[0, 0, 1]))
     assert result["next_ids"].tolist() == [[PAD]] * 3
@@ -322,9 +413,11 @@ def test_the_distribution_of_greedy_and_random_rows() -> None:
 
 def test_every_output_alone() -> None:
     """Against the reference; an absent feature adds no output."""
+    processed_mode = {"logprobs_mode": "processed_logprobs"}
     alone = [{"logprobs": True}, {"top_logprobs": 1}, {"top_logprobs": 7}, {"probs": True}, {}]
+    alone += [{"logprobs": True, **processed_mode}, {"top_logprobs": 7, **processed_mode}]
     for vocab, features in zip(
-        (1000, 7, 7, 1000, 7), (Features(**chosen) for chosen in alone), strict=True
+        (1000, 7, 7, 1000, 7, 7, 7), (Features(**chosen) for chosen in alone), strict=True
     ):
         face = interface(vocab, features)
         logits, inputs = random_step(np.random.default_rng(vocab), face, 6, 1)

@@ -485,7 +485,7 @@ VERIFIED = [
     for features in (
         Features(logprobs=True, top_logprobs=3, grammars=True),
         EVERYTHING,
-        replace(EVERYTHING, filter_order=FILTER_ORDERS[1]),
+        replace(EVERYTHING, filter_order=FILTER_ORDERS[1], logprobs_mode="processed_logprobs"),
     )
 ]
 

@@ -25,6 +25,18 @@ MORE_SIZES = [
 ]
 
 
+def check_logprobs(row: dict[str, np.ndarray], probs: np.ndarray) -> None:
+    """The log-probabilities of a row that draws are those after the processors."""
+    with np.errstate(divide="ignore"):
+        expected = np.log(probs)
+    likeliest = np.sort(expected)[::-1][:5]
+    np.testing.assert_allclose(row["logprobs"][0], expected[row["next_ids"][0]], atol=1e-4)
+    np.testing.assert_allclose(row["top_logprobs"], likeliest, atol=1e-4)
+    ids = row["top_logprob_ids"]
+    np.testing.assert_array_equal(ids >= 0, likeliest > -np.inf)
+    np.testing.assert_allclose(expected[ids[ids >= 0]], likeliest[ids >= 0], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("vocab", "rows", "num_candidates"),
     [*SIZES, *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in MORE_SIZES)],
@@ -39,7 +51,14 @@ def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
     ).astype(np.float32)
     history = rng.integers(0, min(vocab, 4), (rows, 6))
 
-    face = Interface(vocab, (), features=Features(probs=True, filters=EXTRA))
+    features = Features(
+        probs=True,
+        logprobs=True,
+        top_logprobs=5,
+        logprobs_mode="processed_logprobs",
+        filters=EXTRA,
+    )
+    face = Interface(vocab, (), features=features)
     specs = {
         spec.name: spec
         for spec in (*PARAMETERS, *(spec for name in EXTRA for spec in EXTRA_PARAMETERS[name]))
@@ -62,5 +81,6 @@ def test_distribution(vocab: int, rows: int, num_candidates: int) -> None:
             np.testing.assert_allclose(
                 got["probs"][row], expected, rtol=2e-5, atol=1e-9, err_msg=str(given)
             )
+            check_logprobs({name: values[row] for name, values in got.items()}, expected)
             compared += 1
     assert compared > 0.7 * rows

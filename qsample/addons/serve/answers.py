@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from qsample.addons.serve.choices import Choice, Event, PromptScores
+from qsample.addons.serve.choices import Choice, Event, PromptScores, listed_tokens
 from qsample.addons.serve.forms import AnswerForm
 from qsample.addons.serve.http import ApiError, json_bytes, logged_api_error
 from qsample.addons.serve.metrics import Metrics
@@ -90,7 +90,7 @@ class Answers:
         model = self._model
         self._prompts = prompts
         answered = () if body.token_limit == 0 else prompts
-        scored = [prompt for prompt in prompts if body.scores_prompt and len(prompt) > 1]
+        scored = [prompt for prompt in prompts if self._is_scored(prompt)]
         num_answers = len(answered) * body.num_choices
         # Otherwise, some requests would be added and cancelled, and take places meanwhile.
         model.check_places(num_answers + len(scored))
@@ -123,8 +123,18 @@ class Answers:
         for request in self._scoring_requests:
             self._metrics.follow_scoring(model.base, request)
 
+    def _is_scored(self, prompt: Sequence[int]) -> bool:
+        """Whether a request of the engine scores the tokens of a prompt, or tokens after it. The
+        first token of a prompt has no score."""
+        within = self._body.scores_prompt and len(prompt) > 1
+        return within or self._body.scores_answers
+
     def _score_request(self, prompt: list[int], options: dict[str, Any]) -> Request:
-        """The request that scores a prompt of at least 2 tokens."""
+        """The request that scores a prompt of at least 2 tokens, or the tokens after a prompt that
+        the client's request lists."""
+        if self._body.scores_answers:
+            ids = self._body.logprob_token_ids
+            return self._model.add(prompt, SamplingParams(), logprob_token_ids=ids, **options)
         if self._model.interface.features.prompt_logprobs:
             return self._model.add(prompt, SamplingParams(), prompt_logprobs=True, **options)
         return self._model.add(
@@ -241,24 +251,34 @@ class Answers:
         return b"data: [DONE]\n\n"
 
     async def _score(self) -> None:
-        """Give the choices the scores of their prompts, if the request asks for them."""
-        if not self._body.scores_prompt:
+        """Give the choices the scores of their prompts, or of the tokens that the request lists, if
+        the request asks for them."""
+        body = self._body
+        if not (body.scores_prompt or body.scores_answers):
             return
         scoring_requests = iter(self._scoring_requests)
-        num_choices = self._body.num_choices
+        num_choices = body.num_choices
         for index, prompt in enumerate(self._prompts):
-            scores = PromptScores(prompt, {})
-            if len(prompt) > 1:
-                output = _checked(await next(scoring_requests))
-                if output.finish_reason == "time":
-                    raise ApiError(
-                        504,
-                        "the prompt was not scored in the time that an answer may take",
-                        code="timeout",
-                    )
-                scores = PromptScores.of(prompt, output)
+            output = None
+            if self._is_scored(prompt):
+                output = await self._scored(next(scoring_requests))
             for choice in self._choices[index * num_choices : (index + 1) * num_choices]:
-                choice.scores = scores
+                if body.scores_answers:
+                    assert output is not None
+                    choice.listed = listed_tokens(body.logprob_token_ids, output)
+                else:
+                    choice.scores = PromptScores.of(prompt, output)
+
+    async def _scored(self, request: Request) -> RequestOutput:
+        """The output of a request that scores tokens. Raises ApiError if it failed."""
+        output = _checked(await request)
+        if output.finish_reason == "time":
+            raise ApiError(
+                504,
+                "the prompt was not scored in the time that an answer may take",
+                code="timeout",
+            )
+        return output
 
     def _empty_outputs(self) -> list[RequestOutput]:
         """Answers without tokens, which need no engine."""

@@ -372,11 +372,11 @@ class _Server:
         )
         model.check_room(prompt)
         if images:
-            if body.scores_prompt:
+            if body.scores_prompt or body.scores_answers:
                 raise ApiError(
                     400,
                     "the log-probabilities of a prompt with images are not computed; leave it out",
-                    param="prompt_logprobs",
+                    param="prompt_logprobs" if body.scores_prompt else "logprob_token_ids",
                 )
             # vision.onnx must not run for an answer that gets no place.
             model.check_places(body.num_engine_requests)

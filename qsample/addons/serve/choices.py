@@ -57,8 +57,11 @@ class PromptScores:
     ranks: Array | None = None
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], output: RequestOutput) -> PromptScores:
-        """The scores in the output of a request that scored a prompt, or sampled it."""
+    def of(cls, token_ids: Sequence[int], output: RequestOutput | None) -> PromptScores:
+        """The scores in the output of a request that scored a prompt, or sampled it; None for a
+        prompt of a single token."""
+        if output is None:
+            return cls(token_ids, {})
         scores = output.prompt_outputs
         if not scores:
             return cls(token_ids, output.outputs)
@@ -96,6 +99,7 @@ class PromptScores:
         return [
             _RankedToken(token, logprob, rank)
             for rank, (token, logprob) in enumerate(pairs, start=1)
+            if token >= 0
         ]
 
 
@@ -123,6 +127,8 @@ class Choice(ABC):
         prefix: the beginning of a request's id.
         content: the field of an event that has the text.
         scores: the scores of the prompt, if the request asks for them. They are set before `start`.
+        listed: the tokens that the request lists, with their log-probabilities in the place of the
+            answer's only token; None if it lists none. They are set before `start`, too.
     """
 
     kind: ClassVar[str]
@@ -139,6 +145,18 @@ class Choice(ABC):
         self._num_prompt_alternatives = body.prompt_logprobs
         self._prompt_ids = prompt if body.return_token_ids else None
         self.scores: PromptScores | None = None
+        self.listed: list[tuple[int, float]] | None = None
+
+    def _alternatives(self, outputs: Mapping[str, Array], index: int) -> list[tuple[int, float]]:
+        """The tokens that the log-probabilities of a sampled token list, with theirs.
+
+        Args:
+            outputs: the package's optional outputs by name, an entry for each sampled token.
+            index: the place of the token among these.
+        """
+        if self.listed is not None:
+            return self.listed
+        return _likeliest(outputs, index, self._num_alternatives)
 
     @abstractmethod
     def start(self) -> list[Event]:
@@ -336,9 +354,9 @@ class ChatChoice(Choice):
         content = []
         for index, token in enumerate(delta.token_ids):
             entry = self._logprob_entry(token, delta.outputs[LOGPROBS.name][index, 0])
-            likeliest = _likeliest(delta.outputs, index, self._num_alternatives)
+            alternatives = self._alternatives(delta.outputs, index)
             entry["top_logprobs"] = [
-                self._logprob_entry(other, logprob) for other, logprob in likeliest
+                self._logprob_entry(other, logprob) for other, logprob in alternatives
             ]
             content.append(entry)
         return {"content": content, "refusal": None}
@@ -452,13 +470,13 @@ class CompletionChoice(Choice):
             text_offset += self._width(token)
             likeliest = {
                 texts.label(int(other)): _finite(logprob)
-                for other, logprob in _likeliest(outputs, index, self._num_alternatives)
+                for other, logprob in self._alternatives(outputs, index)
             }
             alternatives.append({**likeliest, string: value})
         return {
             "tokens": strings,
             "token_logprobs": values,
-            "top_logprobs": alternatives if self._num_alternatives else None,
+            "top_logprobs": alternatives if self._num_alternatives or self.listed else None,
             "text_offset": text_offsets,
         }
 
@@ -476,6 +494,12 @@ def joined_events(first: Any, second: Any) -> Any:
     return second
 
 
+def listed_tokens(ids: Sequence[int] | None, output: RequestOutput) -> list[tuple[int, float]]:
+    """Tokens with their log-probabilities, from the output of a request that scored them."""
+    logprobs = output.prompt_outputs[PROMPT_LOGPROBS.name][:, 0]
+    return list(zip(ids or (), logprobs, strict=True))
+
+
 def _likeliest(
     outputs: Mapping[str, Array], index: int, num_alternatives: int | None
 ) -> list[tuple[int, float]]:
@@ -484,7 +508,8 @@ def _likeliest(
         return []
     ids = outputs[_TOP_IDS][index, :num_alternatives]
     values = outputs[_TOP_VALUES][index, :num_alternatives]
-    return list(zip(ids, values, strict=True))
+    # Filters may leave fewer tokens than a request asks for.
+    return [(token, value) for token, value in zip(ids, values, strict=True) if token >= 0]
 
 
 def _finite(value: float) -> float:

@@ -28,6 +28,7 @@ from qsample.addons.serve.requests import GenerationRequest
 from qsample.addons.serve.roles import rewritings
 from qsample.addons.serve.settings import ServeSettings
 from qsample.checks import refuse
+from qsample.contract.tensors import RAW_LOGPROBS
 from qsample.errors import DISTRIBUTION, QsampleError, shown
 from qsample.images.decode import ImageLimits, read_size
 from qsample.images.messages import images_in
@@ -276,6 +277,8 @@ class ServedModel:
         for."""
         if request.num_alternatives is not None:
             self._check_alternatives(request.alternatives_field, request.num_alternatives)
+        if request.scores_answers:
+            self._check_scores_of_answers(request)
         if not request.scores_prompt:
             return
         field = "echo"
@@ -291,6 +294,27 @@ class ServedModel:
                 param=field,
                 purpose=", which log-probabilities of a prompt need",
             )
+
+    def _check_scores_of_answers(self, request: GenerationRequest) -> None:
+        """Raise ApiError if the tokens that a request lists cannot be scored."""
+        field = "logprob_token_ids"
+        features = self.interface.features
+        if not features.prompt_logprobs:
+            raise without_feature("prompt_logprobs", param=field)
+        problem = None
+        if request.num_alternatives is None:
+            problem = "is for log-probabilities of the answer; give logprobs, too"
+        elif request.token_limit != 1:
+            problem = f"is for answers of a single token; give {request.token_limit_field}: 1"
+        elif request.scores_prompt:
+            problem = "and log-probabilities of the prompt were requested; request either"
+        elif features.logprobs_mode != RAW_LOGPROBS:
+            problem = (
+                "has the model's own log-probabilities, and this package those of what is sampled; give "
+                "allowed_token_ids"
+            )
+        if problem is not None:
+            raise ApiError(400, f"{field} {problem}", param=field)
 
     def _check_alternatives(self, field: str, num_alternatives: int) -> None:
         """Raise ApiError if the package does not return log-probabilities, or returns fewer

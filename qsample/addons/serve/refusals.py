@@ -32,11 +32,8 @@ _COMMON: Final[Refusals] = {
         "requests share cached prompts; start a server for each group that must not"
     ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
-    **refusals(
-        "logprob_token_ids prompt_logprob_token_ids",
-        "a package returns the log-probabilities of its likeliest tokens; ask for as many as it has, or score "
-        "each token as the last of a prompt, with echo and logprobs",
-        [],
+    "prompt_logprob_token_ids": Refusal(
+        "prompt_logprobs returns those of the prompt's own tokens and of the likeliest ones", ([],)
     ),
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),
@@ -92,7 +89,9 @@ RESPONSES: Final[Refusals] = {
     **refusals("max_tokens max_completion_tokens", "give max_output_tokens"),
     "response_format": Refusal("give text.format", ({"type": "text"},)),
     "logprobs": Refusal('give include: ["message.output_text.logprobs"]', (False,)),
-    **refusals("prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
+    **refusals(
+        "prompt_logprobs logprob_token_ids return_token_ids", "/v1/chat/completions takes it", False
+    ),
 }
 MESSAGES: Final[Refusals] = {
     **_COMMON,
@@ -101,7 +100,11 @@ MESSAGES: Final[Refusals] = {
     "stop": Refusal("give stop_sequences", ([],)),
     **refusals("thinking_token_budget thinking_budget_tokens", "give thinking.budget_tokens", -1),
     "response_format": Refusal("give output_config.format", ({"type": "text"},)),
-    **refusals("logprobs prompt_logprobs return_token_ids", "/v1/chat/completions takes it", False),
+    **refusals(
+        "logprobs prompt_logprobs logprob_token_ids return_token_ids",
+        "/v1/chat/completions takes it",
+        False,
+    ),
 }
 MESSAGE_TOOL: Final[Refusals] = {
     "allowed_callers": Refusal("only the model calls tools; leave it out", (["direct"],)),

@@ -42,6 +42,7 @@ from qsample.request.sampling_params import (
     NUM_SEEDS,
     OFF_VALUES,
 )
+from qsample.runtime.call import MOST_SCORED_IDS
 
 MAX_CHOICES: Final = 128  # OpenAI's limit of n.
 MAX_TOKENS: Final = 2**31 - 1
@@ -417,6 +418,14 @@ class GenerationRequest(FilterFields):
             "log-probabilities; 0 returns only the log-probability of the prompt's token."
         ),
     )
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = Field(
+        default=None,
+        max_length=MOST_SCORED_IDS,
+        description=(
+            "The tokens that the log-probabilities of an answer of one token list, in the place of "
+            "the likeliest tokens."
+        ),
+    )
     priority: StrictInt = Field(
         default=0, description="A rank. Requests with the lowest rank get a slot first."
     )
@@ -509,12 +518,17 @@ class GenerationRequest(FilterFields):
     def num_engine_requests(self) -> int:
         """The number of the engine's requests for each prompt."""
         answers = 0 if self.token_limit == 0 else self.num_choices
-        return answers + int(self.scores_prompt)
+        return answers + int(self.scores_prompt or self.scores_answers)
 
     @property
     def scores_prompt(self) -> bool:
         """Whether the answer needs the log-probabilities of its prompt."""
         return self.prompt_logprobs is not None
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether the answer needs the log-probabilities of tokens that the request lists."""
+        return bool(self.logprob_token_ids)
 
     @property
     def counts_usage(self) -> bool:

@@ -34,7 +34,7 @@ from qsample.runtime.decode.prefix_file import PrefixFile
 from qsample.runtime.decode.scheduler import Scheduler
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
-from qsample.runtime.sequence import DraftStats, Prediction, PrefixStats, Sequence
+from qsample.runtime.sequence import DraftStats, Prediction, PrefixStats, ScoredTokens, Sequence
 
 # The statuses of rows that have ended with a cache from which another row can continue.
 _VALID_CACHE_STATUSES: Final = (STOPPED, LENGTH)
@@ -418,10 +418,12 @@ class DecodeLoop:
             emit = piece.stop == len(sequence.request.prompt)
             saves = [self._save(save) for save in read.saves if save.tokens == piece.stop]
             wait = bool(saves) or piece is read.pieces[-1]
-            if sequence.request.scored_ids is None:
+            scored = sequence.request.scored
+            if scored is None:
                 calls.append(self._prefill([(sequence, piece)], emit=emit, wait=wait))
             else:
-                calls.append(partial(self._score, sequence, piece, emit=emit))
+                in_piece = scored.in_piece(piece)
+                calls.append(partial(self._score, sequence, piece, in_piece, emit=emit))
             calls += saves
         return calls
 
@@ -442,14 +444,10 @@ class DecodeLoop:
         first_slot = slot_of(pieces[0][0])
         return partial(self._slots.prefill, first_slot, *ids, emit=emit, wait=wait, images=images)
 
-    def _score(self, sequence: Sequence, piece: range, *, emit: bool) -> None:
-        """Read a piece of a prompt, and keep the scores of its tokens."""
-        request = sequence.request
-        assert request.scored_ids is not None
-        part = slice(piece.start, piece.stop)
-        scores = self._slots.prefill_scored(
-            slot_of(sequence), request.prompt[part], request.scored_ids[part], emit=emit
-        )
+    def _score(self, sequence: Sequence, piece: range, scored: ScoredTokens, *, emit: bool) -> None:
+        """Read a piece of a prompt, and keep the scores of the tokens after it."""
+        ids = sequence.request.prompt[piece.start : piece.stop]
+        scores = self._slots.prefill_scored(slot_of(sequence), ids, scored, emit=emit)
         sequence.progress.scores.append(scores)
 
     def _copy(self, copy: Copy) -> _DeviceCall:

@@ -340,7 +340,7 @@ class Scheduler:
         """The stored prefix that has most of a prompt, and the number of prompt tokens it has."""
         best = None
         most_tokens = 0
-        if sequence.request.scored_ids is not None:
+        if sequence.request.reads_every_token:
             return best, most_tokens
         for prefix in stored:
             if prefix.adapter == sequence.request.adapter_sha256:
@@ -546,7 +546,7 @@ class Scheduler:
         for sequence in others:
             placement = sequence.placement
             tokens = reusable_prefix(prompt, placement.marked_prompt, self._pieces, None)
-            may_copy = sequence.request.scored_ids is None
+            may_copy = not sequence.request.reads_every_token
             if may_copy and tokens > placement.tokens_read:
                 common[sequence] = tokens
         return common
@@ -606,7 +606,7 @@ class Scheduler:
         """The number of tokens of a prompt that need not be read after the tokens that a slot
         holds. The last token of the prompt always has to be read, and so do all tokens of a prompt
         that is scored."""
-        if sequence.request.scored_ids is not None:
+        if sequence.request.reads_every_token:
             return 0
         return self._reusable_after(slot.held_tokens, slot, sequence.placement.marked_prompt)
 
@@ -652,13 +652,13 @@ class Scheduler:
         """The sequences whose prompts are read to their ends with `first`, in the order of their
         slots, each with the number of its tokens that were read. start: that number of `first`."""
         config = self._config
-        is_alone = not config.join_prompts or first.request.scored_ids is not None
+        is_alone = not config.join_prompts or first.request.scored is not None
         if is_alone or (start > 0 and not config.ragged):
             return {first: start}
         begun = {first: start}
         for sequence in self.prefilling:
             tokens_read = sequence.placement.tokens_read
-            is_alone = sequence is first or sequence.request.scored_ids is not None
+            is_alone = sequence is first or sequence.request.scored is not None
             if not is_alone and (config.ragged or tokens_read == 0):
                 begun[sequence] = tokens_read
         ready = {

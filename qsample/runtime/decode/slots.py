@@ -64,7 +64,7 @@ from qsample.runtime.decode.grammar_rows import GrammarRows
 from qsample.runtime.decode.image_inputs import ImageInputs, ImagePiece
 from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, uniforms
 from qsample.runtime.decode.prefix_file import PrefixPart
-from qsample.runtime.sequence import DraftStats
+from qsample.runtime.sequence import DraftStats, ScoredTokens
 
 # Any status except RUNNING keeps a row from advancing.
 _IDLE_STATUS: Final = STOPPED
@@ -502,20 +502,20 @@ class Slots:
         return inputs | self._images.of_prompts(images or [None] * len(ids), width)
 
     def prefill_scored(
-        self, slot: int, ids: Array, next_ids: Array, *, emit: bool
+        self, slot: int, ids: Array, scored: ScoredTokens, *, emit: bool
     ) -> dict[str, Array]:
         """Feed a slot the next piece of its prompt as `prefill` does, and score tokens.
 
         Args:
             slot: the slot.
             ids: the token ids of the piece, [n] int64.
-            next_ids: the token to score after each of them, [n] int64.
+            scored: the m tokens to score after them.
             emit: as in `prefill`.
 
         Returns:
-            `Interface.prompt_outputs` by name, [n, ...].
+            `Interface.prompt_outputs` by name, [m, ...].
         """
-        count = len(ids)
+        count = len(scored.ids)
         # A token sampled by this call may round otherwise than in other calls: the head computes
         # the rows of the scored tokens, too.
         outputs = {
@@ -525,9 +525,9 @@ class Slots:
         rows = range(slot, slot + 1)
         buffers = self._buffers_of_rows(rows, emit) | self._inputs_of_prompts([ids]) | outputs
         buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_rows(rows)
-        places = np.arange(count, dtype=SCORED_PLACES.dtype)
+        places = scored.places.astype(SCORED_PLACES.dtype)
         buffers[SCORED_PLACES.name] = Buffer.of(places, self._device)
-        buffers[SCORED_IDS.name] = Buffer.of(next_ids.astype(SCORED_IDS.dtype), self._device)
+        buffers[SCORED_IDS.name] = Buffer.of(scored.ids.astype(SCORED_IDS.dtype), self._device)
         # Each call has other sizes, so its graph is bound anew, which takes less than a millisecond.
         self._bind_scoring_decoder(buffers, captured=False).run()
         return {name: buffer.read() for name, buffer in outputs.items()}

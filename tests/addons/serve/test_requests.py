@@ -200,6 +200,8 @@ def test_fields_that_agree() -> None:
         ({"echo": True, "logprobs": 0, "n": 2}, True, 3),
         ({"prompt_logprobs": 0, "max_tokens": 0, "n": 2}, True, 1),
         ({"max_tokens": 0, "n": 2}, False, 0),
+        ({"max_tokens": 1, "n": 2, "logprobs": 0, "logprob_token_ids": [5]}, False, 3),
+        ({"max_tokens": 1, "n": 2, "logprobs": 0, "logprob_token_ids": []}, False, 2),
     ):
         made = completion(**fields)
         assert (made.scores_prompt, made.num_engine_requests) == (scores, requests)

@@ -3,6 +3,7 @@ float64."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -143,6 +144,71 @@ def test_prompt_logprobs_have_vllms_form(
     assert [len(entry) for entry in chat["prompt_logprobs"][1:]] == [1] * (
         chat["usage"]["prompt_tokens"] - 1
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_listed_tokens(
+    scoring_server: ServerProcess, ask: Any, scores: Any, scores_pieces: bool, *, stream: bool
+) -> None:
+    """What classifiers read: the log-probabilities of labels, likely or not."""
+    labels = [2047, 0, 300]
+    prompts = [[5, 31, 63], [7, 300, 2]]
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 0, "n": 2, "logprob_token_ids": labels}
+    if not scores_pieces:
+        refused = scoring_server.client.post(COMPLETIONS, json=body).json()["error"]
+        assert refused["param"] == "logprob_token_ids"
+        assert "exported without prompt_logprobs" in refused["message"]
+        return
+    if stream:
+        lines = scoring_server.client.post(COMPLETIONS, json=body | {"stream": True}).text
+        events = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"] if choice["logprobs"]]
+        choices.sort(key=lambda choice: choice["index"])
+    else:
+        choices = ask(**body)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    for index, choice in enumerate(choices):
+        expected = scores([*prompts[index // 2], 0])[-1][labels]
+        (found,) = choice["logprobs"]["top_logprobs"]
+        values = [*found.values()]
+        np.testing.assert_allclose(values[:3], expected, atol=1e-4)
+        assert len(values) in (3, 4)  # the sampled token may be another
+
+
+def test_listed_tokens_of_a_chat(
+    scoring_server: ServerProcess, scores_pieces: bool, scores: Any, ask: Any
+) -> None:
+    if not scores_pieces:
+        pytest.skip("this package lists none")
+    labels = [300, 400, 500]
+    chat = {
+        "messages": [{"role": "user", "content": "yes or no?"}],
+        "max_tokens": 1,
+        "temperature": 0,
+    }
+    answer = ask(CHAT, **chat, logprobs=True, logprob_token_ids=labels, return_token_ids=True)
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    expected = scores([*answer["prompt_token_ids"], 0])[-1]
+    found = [one["logprob"] for one in entry["top_logprobs"]]
+    np.testing.assert_allclose(found, expected[labels], atol=1e-4)
+    assert entry["logprob"] == pytest.approx(expected.max(), abs=1e-4)
+    plain = ask(CHAT, **chat, logprobs=True, top_logprobs=2, logprob_token_ids=[])
+    assert len(plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    for change, told in (
+        ({"logprobs": False}, "give logprobs, too"),
+        ({"max_tokens": 2}, "give max_tokens: 1"),
+        ({"max_tokens": None}, "give max_tokens: 1"),
+        ({"prompt_logprobs": 1}, "request either"),
+        ({"logprob_token_ids": [2048]}, "the model's ids are 0 to 2047"),
+        ({"logprob_token_ids": list(range(129))}, "at most 128 items"),
+        ({"logprob_token_ids": [-1]}, "greater than or equal to 0"),
+    ):
+        body = {**chat, "logprobs": True, "logprob_token_ids": labels, **change}
+        refused = scoring_server.client.post(CHAT, json=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert told in error["message"]
+        assert error["param"].startswith("logprob_token_ids")
 
 
 def test_scored_tokens_are_counted(ask: Any, scoring_server: ServerProcess) -> None:
