@@ -90,7 +90,9 @@ def write_checkpoint(gguf: Path, folder: Path, move: Callable[[GgufTensor, Array
             floats = file.raw(tensor).view(np.float32).reshape(tensor.shape)
         else:
             floats = move(tensor, read_rows(file, tensor, slice(None)).floats())
-        weights[name] = floats if weight.order is None else floats[weight.order]
+        if weight.order is not None:
+            floats = np.take(floats, weight.order.places, weight.order.axis)
+        weights[name] = floats
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint = GgufCheckpoint(file, gguf.name)

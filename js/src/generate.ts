@@ -152,9 +152,11 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
       const news = tokens[place];
       for (const [order, token] of news.entries()) {
         one.tokens.push(token);
-        let text = one.text?.put(token) ?? "";
-        const stopped = one.text?.stopped ?? false;
         const last = order === news.length - 1 && status[place] !== RUNNING;
+        // Without a stop token, an answer of a grammar stops with a token of its own.
+        const isStopToken = last && status[place] === STOPPED && one.row.stopIds.includes(token);
+        let text = one.text?.put(token, { isStopToken }) ?? "";
+        const stopped = one.text?.stopped ?? false;
         one.ended = stopped || last;
         if (one.ended) text += one.text?.end() ?? "";
         const finishReason = stopped ? STATUS_NAMES[STOPPED] : last ? STATUS_NAMES[status[place]] : null;

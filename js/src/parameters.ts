@@ -14,6 +14,7 @@ export interface Row {
   prompt: number[];
   seed: bigint;
   stop: string[];
+  stopIds: readonly number[];
   maxLength: number;
   grammar: Grammar | null;
   values: Record<string, number | readonly number[] | readonly (readonly number[])[] | Int32Array>;
@@ -85,7 +86,7 @@ export function makeRow(
   };
   const values: Row["values"] = {};
   for (const spec of parameterSpecs(manifest)) values[spec.name] = apart[spec.name] ?? params.values[spec.name] ?? spec.off!;
-  return { index, prompt, seed, stop: params.stop, maxLength: most, grammar, values };
+  return { index, prompt, seed, stop: params.stop, stopIds: stops, maxLength: most, grammar, values };
 }
 
 const everyToken = (manifest: Manifest): Int32Array => new Int32Array(Math.ceil(manifest.interface.vocab_size / 32)).fill(-1);

@@ -147,13 +147,21 @@ export class IncrementalDecoder {
 export class StopStrings {
   match: string | null = null;
   private held = "";
+  /** Whether each character of `held` is of a token that has no text in the answer. */
+  private hidden: boolean[] = [];
 
   constructor(private readonly strings: readonly string[]) {}
 
-  /** The text that `piece` makes certain; "" after a stop string. */
-  put(piece: string): string {
+  get hasStrings(): boolean {
+    return this.strings.length > 0;
+  }
+
+  /** The text that `piece` makes certain; "" after a stop string. A hidden piece may be of a stop string, and is never returned. */
+  put(piece: string, { isHidden = false } = {}): string {
     if (this.match !== null) return "";
     const text = this.held + piece;
+    this.held = text;
+    this.hidden.push(...Array<boolean>(piece.length).fill(isHidden));
     let end = Infinity;
     for (const stop of this.strings) {
       const place = text.indexOf(stop);
@@ -164,19 +172,24 @@ export class StopStrings {
       }
     }
     if (this.match !== null) {
-      this.held = "";
-      return text.slice(0, end - (this.match as string).length);
+      const before = this.release(end - (this.match as string).length);
+      this.release(this.held.length);
+      return before;
     }
     const open = this.strings.map((stop) => overlap(text, stop));
-    const certain = text.length - Math.max(0, ...open);
-    this.held = text.slice(certain);
-    return text.slice(0, certain);
+    return this.release(text.length - Math.max(0, ...open));
   }
 
   end(): string {
-    const { held } = this;
-    this.held = "";
-    return held;
+    return this.release(this.held.length);
+  }
+
+  /** The first `length` characters of the held text, without the hidden ones. */
+  private release(length: number): string {
+    const released = this.held.slice(0, length);
+    const hidden = this.hidden.splice(0, length);
+    this.held = this.held.slice(length);
+    return hidden.includes(true) ? released.split("").filter((_, place) => !hidden[place]).join("") : released;
   }
 }
 
@@ -188,13 +201,13 @@ function overlap(text: string, stop: string): number {
   return 0;
 }
 
-/** The text of a row as its tokens come. */
+/** The text of a row as its tokens come, up to its first stop string or its stop token. */
 export class GeneratedText {
   private readonly decoder: IncrementalDecoder;
   private readonly stops: StopStrings;
   whole = "";
 
-  constructor(tokenizer: Tokenizer, prompt: readonly number[], stops: readonly string[]) {
+  constructor(private readonly tokenizer: Tokenizer, prompt: readonly number[], stops: readonly string[]) {
     this.decoder = new IncrementalDecoder(tokenizer, prompt);
     this.stops = new StopStrings(stops);
   }
@@ -203,7 +216,13 @@ export class GeneratedText {
     return this.stops.match !== null;
   }
 
-  put(token: number): string {
+  /** The text that `token` makes certain; none of a stop token, which ends the row. */
+  put(token: number, { isStopToken = false } = {}): string {
+    if (isStopToken) return "";
+    if (this.stops.hasStrings && this.tokenizer.isSkipped(token)) {
+      // As in transformers, stop strings may be special tokens, or have some in them.
+      return this.add(this.stops.put(this.tokenizer.decode([token], { skipSpecialTokens: false }), { isHidden: true }));
+    }
     return this.add(this.stops.put(this.decoder.put(token)));
   }
 

@@ -90,6 +90,41 @@ it("stop strings are found however the text is cut, first the one that ends firs
   }
 });
 
+it("hidden text may be of a stop string, and is never returned", () => {
+  for (const [stop, pieces, whole, match] of [
+    ["<eos>bc", ["a", "<eos>", "b"], "ab", null],
+    ["<eos>bc", ["a", "<eos>", "b<e"], "ab<e", null],
+    ["<eos>bc", ["a", "<eos>", "b", "c"], "a", "<eos>bc"],
+    ["<eos>bc", ["<eos>", "a", "<eos>", "x"], "ax", null],
+    ["s>c", ["a", "<eos>", "b", "s>c"], "ab", "s>c"],
+    ["s>b", ["a", "<eos>", "b"], "a", "s>b"],
+  ] as const) {
+    const finder = new StopStrings([stop]);
+    const found = pieces.map((piece) => finder.put(piece, { isHidden: piece === "<eos>" })).join("");
+    expect([found + finder.end(), finder.match]).toEqual([whole, match]);
+  }
+});
+
+it("a stop token and special tokens have no text, and stop strings may be special tokens", async () => {
+  const file = new URL("../../qsample/assets/tiny_lm/tokenizer.json", import.meta.url);
+  const tokenizer = new Tokenizer(JSON.parse(await readFile(file, "utf8")), {}, 2048, "a test");
+  const special = [...Array(2048).keys()].find((id) => tokenizer.isSkipped(id) && !tokenizer.isSkipped(id, false))!;
+  const name = tokenizer.decode([special], { skipSpecialTokens: false });
+  const [a, b] = ["a", "b"].map((letter) => tokenizer.encode(letter, { addSpecialTokens: false })[0]);
+  const textOf = (ids: readonly number[], stops: readonly string[], last = false): [string, boolean] => {
+    const text = new GeneratedText(tokenizer, [], stops);
+    ids.forEach((id, place) => text.put(id, { isStopToken: last && place === ids.length - 1 }));
+    text.end();
+    return [text.whole, text.stopped];
+  };
+  expect(textOf([a, b], [])).toEqual(["ab", false]);
+  expect(textOf([a, b], [], true)).toEqual(["a", false]);
+  expect(textOf([a, special, b], [])).toEqual(["ab", false]);
+  expect(textOf([a, special, b], [name])).toEqual(["a", true]);
+  expect(textOf([b, a, special, b], [`a${name}b`])).toEqual(["b", true]);
+  expect(textOf([a, special, b], ["never"])).toEqual(["ab", false]);
+});
+
 it("a text that is cut off inside a character ends before it", async () => {
   const file = new URL("../../qsample/assets/tiny_lm/tokenizer.json", import.meta.url);
   const description = JSON.parse(await readFile(file, "utf8"));
