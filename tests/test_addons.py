@@ -89,6 +89,7 @@ def power2_checkpoint(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("addon")
+@pytest.mark.ci
 def test_the_format_of_an_addon_is_read(tmp_path: Path) -> None:
     model = power2_checkpoint(tmp_path / "checkpoint")
     source = AutoModelForCausalLM.from_pretrained(

@@ -172,6 +172,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.ci
 def test_the_whole_sampler_follows_what_was_compiled(
     llama: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,7 +271,7 @@ def test_the_manifest_has_what_the_page_says(llama_package: Path, tmp_path: Path
     assert inside["token_ids"] == set(portable["token_ids"])
     assert inside["compilation"] <= set(device["compilation"]) | {"decoder"}
     assert inside["files"] == set(portable["files"]["decoder.onnx"])
-    omitted = {"grammars", "prompt_logprobs"}  # false is left out
+    omitted = {"grammars", "prompt_logprobs", "logprobs_mode"}  # their defaults are left out
     assert set(re.findall(r"`(\w+)`", texts["`interface.features`"])) == omitted | set(
         portable["interface"]["features"]
     )

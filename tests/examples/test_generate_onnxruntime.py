@@ -103,6 +103,7 @@ def grammar_file(package: Package, path: Path) -> GrammarFile:
     return write_tables(path, choice_tables(package.manifest.interface.vocab_size, answers))
 
 
+@pytest.mark.ci
 def test_an_answer_follows_the_tables(exported: Callable[..., Path], tmp_path: Path) -> None:
     package = read_package(exported("llama", grammars=True))
     grammar = grammar_file(package, tmp_path / "choice.safetensors")

@@ -411,6 +411,7 @@ def test_the_distribution_of_greedy_and_random_rows() -> None:
         assert not probs[2, :-2].any()
 
 
+@pytest.mark.ci
 def test_every_output_alone() -> None:
     """Against the reference; an absent feature adds no output."""
     processed_mode = {"logprobs_mode": "processed_logprobs"}

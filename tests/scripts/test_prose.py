@@ -64,6 +64,7 @@ def test_a_place_is_no_share_of_nothing() -> None:
     assert prose.Share().percent == 0
 
 
+@pytest.mark.ci
 def test_the_package_stays_within_the_limits() -> None:
     shares = prose.code_shares(prose.files_of(ROOT / "qsample"))
     for name, share in shares.items():

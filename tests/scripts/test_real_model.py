@@ -13,8 +13,8 @@ from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
 from qsample.addons.formats.gguf.models import configuration, read_model, weights_of
 
 pytest.importorskip("gguf")
-from scripts.real_model import kept, write_checkpoint  # noqa: E402
-from tests.helpers.gguf_files import QUANTIZED  # noqa: E402
+from scripts.real_model import kept, write_checkpoint
+from tests.helpers.gguf_files import QUANTIZED
 
 
 def test_transformers_reads_the_model_of_the_file(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_perplexity_is_transformers_own(
     assert one.comparisons == ()
 
 
+@pytest.mark.ci
 def test_divergence_and_agreement_are_those_of_transformers_logits(
     exported: Callable[..., Path], checkpoint: Callable[[str], Path]
 ) -> None:
