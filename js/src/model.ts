@@ -6,6 +6,7 @@ import { type FileOptions, hasFile, Meter, type PackageFiles, readJson } from ".
 import { type AllowedTokensFn, type Engine, type FinishReason, generateRows, OUTPUT_NAMES, type OutputName, type Piece, type Timing } from "./generate.js";
 import type { Manifest } from "./manifest.js";
 import { checkNames, type Params, readableSeed, resolve, type SamplingOptions, seedsOf, totalLength } from "./options.js";
+import { appliedSettings } from "./own_settings.js";
 import { type AllowedTokens, makeRow, maskOf, type Row } from "./parameters.js";
 import { checkDevice, compiledFor, type Device, openSession, type Runtime, type Tensors, WEBGPU } from "./runtime.js";
 import { openMemory, type Run } from "./states.js";
@@ -92,6 +93,7 @@ export async function openModel(files: PackageFiles, runtime: Runtime, options: 
 
 export class LocalModel implements Model {
   private readonly engine: Engine;
+  private readonly settings: Readonly<Record<string, unknown>>;
   private lost: Promise<never> | null = null;
   private disposed = false;
 
@@ -107,6 +109,9 @@ export class LocalModel implements Model {
   ) {
     const run: Run = (session, feeds, fetches) => this.call(session, feeds, fetches);
     const memory = openMemory(runtime, initial, decoder, run, compiledFor(manifest) === WEBGPU);
+    const { settings, leftOut } = appliedSettings(generationConfig, manifest);
+    this.settings = settings;
+    if (leftOut) console.warn(`qsample: ${leftOut}`);
     this.engine = { manifest, tokenizer, runtime, decoder, memory, run, grows };
     if (runtime.gpu) {
       this.lost = runtime.gpu.lost.then(({ reason, message }) => {
@@ -169,7 +174,7 @@ export class LocalModel implements Model {
     }
     own.forEach((one, index) => checkNames(one, [], `rows[${index}]`));
     const params: Params[] = own.map((one, index) => {
-      const resolved = resolve(this.generationConfig, { ...options, ...one });
+      const resolved = resolve(this.settings, { ...options, ...one });
       const hasStops = options.eosTokenId !== undefined || one.eosTokenId !== undefined;
       // A chat also ends at the tokenizer's end of a text, which the manifest adds to those of the generation_config.
       return !hasStops && isChat(items[index]) ? { ...resolved, eos: null } : resolved;

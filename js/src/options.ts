@@ -1,8 +1,8 @@
 // The options of a call → the checked parameters of a row, with the model's generation_config.json below them.
 import {
-  DEFAULT_NEW_TOKENS, EXTRA_PARAMETERS, HF_DEFAULT_TOP_K, LONGEST_MATCH, NUMBERS, SAMPLING_FIELDS, UNSUPPORTED,
+  DEFAULT_NEW_TOKENS, EXTRA_PARAMETERS, HF_DEFAULT_TOP_K, LONGEST_MATCH, NUMBERS, SAMPLING_FIELDS,
 } from "./contract.js";
-import { ArgumentError, checkObject, PackageError, shown } from "./errors.js";
+import { ArgumentError, checkObject, shown } from "./errors.js";
 import { type Grammar, isGrammar } from "./grammars.js";
 
 /** A seed: an integer from 0 to 2^63 - 1. Numbers are exact up to 2^53; beyond, give a bigint or its digits. */
@@ -68,7 +68,7 @@ const OPTIONS: Record<string, string> = { ...OWN, ...Object.fromEntries(SPECS.ma
 const NAMES = Object.fromEntries(Object.entries(OPTIONS).map(([name, option]) => [option, name]));
 export const isSamplingOption = (option: string): boolean => Object.hasOwn(NAMES, option);
 
-const isInteger = (value: unknown, least = 0, most = INT32_MAX): value is number =>
+export const isInteger = (value: unknown, least = 0, most = INT32_MAX): value is number =>
   Number.isInteger(value) && (value as number) >= least && (value as number) <= most;
 
 /** Raise an error for what is no object of options, and for an option that does not exist. */
@@ -82,17 +82,8 @@ export function checkNames(given: object, others: readonly string[], param = "op
   }
 }
 
-/** A model's settings, in qsample's words for what other tools say in theirs: a top_k of -1 is off, and a temperature of 0 is greedy. */
-function inOwnWords(file: Readonly<Record<string, unknown>>): Record<string, unknown> {
-  const config = { ...file };
-  if (config.top_k === -1) config.top_k = 0;
-  if (config.temperature === 0) config.do_sample = false;
-  return config;
-}
-
-/** The parameters of a call, with a model's generation_config below them, field by field as in transformers. */
-export function resolve(file: Readonly<Record<string, unknown>>, options: SamplingOptions): Params {
-  const config = inOwnWords(file);
+/** The parameters of a call, with a model's own settings below them, field by field as in transformers. */
+export function resolve(config: Readonly<Record<string, unknown>>, options: SamplingOptions): Params {
   const given: Record<string, unknown> = {};
   for (const [option, value] of Object.entries(options)) {
     if (value !== undefined && isSamplingOption(option)) given[NAMES[option]] = value;
@@ -105,21 +96,10 @@ export function resolve(file: Readonly<Record<string, unknown>>, options: Sampli
   } else if (settings.top_k == null && !("top_k" in given)) {
     settings.top_k = HF_DEFAULT_TOP_K;
   }
-  for (const [name, neutral] of Object.entries(UNSUPPORTED)) {
-    const value = config[name];
-    if (value == null || name === "stop_strings" || (name === "top_h" && !sample)) continue;
-    if (!neutral.some((item) => JSON.stringify(item) === JSON.stringify(value))) {
-      throw new PackageError(
-        `generation_config.json sets ${name} to ${shown(value)}, which qsample does not do; remove it from the file ` +
-          "to go without it (the tokens then differ from transformers')",
-      );
-    }
-  }
   const read = <T>(name: string, check: (value: unknown, what: string) => T, off: T): T => {
     const value = settings[name];
     if (value == null) return off;
-    const what = name in given ? OPTIONS[name] : `generation_config.json: ${name}`;
-    return check(value, what);
+    return check(value, OPTIONS[name]);
   };
   const values: Record<string, number | null> = {};
   for (const spec of SPECS) {
@@ -200,8 +180,8 @@ function layered(...layers: Readonly<Record<string, unknown>>[]): Record<string,
 /** Whether to sample, from doSample and the options that imply it. */
 function doSample(config: Readonly<Record<string, unknown>>, given: Record<string, unknown>): boolean {
   const wanted = given.do_sample;
-  if (wanted != null && typeof wanted !== "boolean") {
-    throw new ArgumentError(`doSample is ${shown(wanted)}; give true or false`, "doSample");
+  for (const value of [config.do_sample, wanted]) {
+    if (value != null && typeof value !== "boolean") throw new ArgumentError(`doSample is ${shown(value)}; give true or false`, "doSample");
   }
   let sampling = Object.keys(SAMPLING_FIELDS).filter((name) => given[name] != null);
   const greedy = given.temperature === 0;
@@ -276,17 +256,22 @@ function freshSeed(): bigint {
 /** A seed as its caller reads it: a number if that is exact. */
 export const readableSeed = (seed: bigint): number | bigint => (seed <= BigInt(Number.MAX_SAFE_INTEGER) ? Number(seed) : seed);
 
-/** Raise an error if the options ask for a filter that the package lacks. */
-export function checkFilters(params: Params, there: readonly string[]): void {
-  const asked: [filter: string, option: string][] = [];
+/** The filters that a row uses, each with the option that asks for it. */
+export function usedFilters(params: Params): [filter: string, option: string][] {
+  const used: [filter: string, option: string][] = [];
   for (const [filter, specs] of Object.entries(EXTRA_PARAMETERS)) {
     const name = filter in OPTIONS ? filter : specs[0].name;
     const spec = SPECS.find((item) => item.name === name);
-    if (filter === "mirostat" ? params.values.mirostat_tau !== 0 : spec && params.values[name] !== spec.off) asked.push([filter, OPTIONS[name]]);
+    if (filter === "mirostat" ? params.values.mirostat_tau !== 0 : spec && params.values[name] !== spec.off) used.push([filter, OPTIONS[name]]);
   }
-  if (params.badWords.length) asked.push(["bad_words_ids", "badWords"]);
-  if (params.badWordsIds.length) asked.push(["bad_words_ids", "badWordsIds"]);
-  for (const [filter, option] of asked) {
+  if (params.badWords.length) used.push(["bad_words_ids", "badWords"]);
+  if (params.badWordsIds.length) used.push(["bad_words_ids", "badWordsIds"]);
+  return used;
+}
+
+/** Raise an error if the options ask for a filter that the package lacks. */
+export function checkFilters(params: Params, there: readonly string[]): void {
+  for (const [filter, option] of usedFilters(params)) {
     if (!there.includes(filter)) {
       const has = there.length ? `with the filters ${there.join(", ")}` : "without filters";
       throw new ArgumentError(`${option} is given, and the package was exported ${has}; export the model again with --filter ${filter}, or leave ${option} out`, option);

@@ -13,6 +13,7 @@ import { bindGrammars, isGrammar, loadGrammar } from "../src/grammars.js";
 import { parseManifest } from "../src/manifest.js";
 import { openFolder } from "../src/node_files.js";
 import { checkNames, readableSeed, resolve, seedsOf } from "../src/options.js";
+import { appliedSettings } from "../src/own_settings.js";
 import { GeneratedText, StopStrings, Tokenizer } from "../src/text.js";
 
 describe("options", () => {
@@ -23,9 +24,6 @@ describe("options", () => {
     expect(values({ do_sample: true, temperature: 0.6 }, { topP: 0.9 })).toMatchObject({ temperature: 0.6, top_k: 50, top_p: 0.9 });
     expect(values({}, { topP: 0.9 })).toMatchObject({ temperature: 1, top_k: 50 });
     expect(values({ do_sample: true, top_k: 20 }, { topK: null })).toMatchObject({ top_k: 0 });
-    expect(values({ do_sample: true, top_k: -1 }, {})).toMatchObject({ temperature: 1, top_k: 0 });
-    expect(values({ do_sample: true, temperature: 0, top_k: 5 }, {})).toMatchObject({ temperature: 0, top_k: 0 });
-    expect(values({ do_sample: true, temperature: 0 }, { temperature: 0.5 })).toMatchObject({ temperature: 0.5, top_k: 50 });
     expect(values({ max_new_tokens: 9 }, { maxLength: 20 })).toMatchObject({ max_new_tokens: null, max_length: 20 });
     expect(resolve({ eos_token_id: [1, 2] }, { eosTokenId: null }).eos).toEqual([]);
     expect(resolve({ eos_token_id: 1, stop_strings: ["x"] }, {})).toMatchObject({ eos: [1], stop: ["x"] });
@@ -48,13 +46,11 @@ describe("options", () => {
     expect(() => resolve({}, options as any)).toThrow(ArgumentError);
   });
 
-  it("names are checked, and what a model asks for in vain", () => {
+  it("names are checked", () => {
     expect(() => checkNames({ top_p: 1 }, [])).toThrow("did you mean topP?");
     for (const name of ["constructor", "toString"]) expect(() => checkNames({ [name]: 1 }, [])).toThrow("the options are");
     for (const none of [null, 5, "ab", [1]]) expect(() => checkNames(none as any, [])).toThrow("give an object of options");
     expect(() => checkNames({ beams: 1 }, [])).toThrow("the options are");
-    expect(() => resolve({ num_beams: 4 }, {})).toThrow("num_beams to 4");
-    resolve({ num_beams: 1, guidance_scale: null }, {});
   });
 
   it("biases add up, and suppressed tokens are forbidden", () => {
@@ -62,7 +58,7 @@ describe("options", () => {
     const suppressed = [[5, -Infinity], [6, -Infinity]];
     expect(resolve(config, { logitBias: { 7: 2 } }).bias).toEqual([[7, 2], [7, 1.5], ...suppressed]);
     expect(resolve(config, { suppressTokens: null, sequenceBias: [[[8], -1]] }).bias).toEqual([[8, -1]]);
-    expect(() => resolve({ sequence_bias: [[[7, 8], 1.5]] }, {})).toThrow("generation_config.json: sequence_bias is");
+    expect(() => resolve({}, { sequenceBias: [[[7, 8], 1.5]] as any })).toThrow("sequenceBias is");
     expect(() => resolve({}, { suppressTokens: [-1] })).toThrow("suppressTokens is [-1]; give a token id");
   });
 
@@ -73,6 +69,60 @@ describe("options", () => {
     for (const seed of [-1, 2 ** 53, "x", 2n ** 63n, 1.5]) expect(() => seedsOf(seed, 1)).toThrow("give an integer from 0");
     expect(() => seedsOf([1], 2)).toThrow("1 seeds were given for 2 rows");
     expect(new Set(seedsOf(null, 50)).size).toBe(50);
+  });
+});
+
+describe("a model's own settings", () => {
+  const applied = (file: object, filters: string[] = [], logit_bias = false) =>
+    appliedSettings(file as any, { interface: { vocab_size: 100, features: { filters, logit_bias } } } as any);
+  const values = (file: object, options: object): Record<string, unknown> => resolve(applied(file).settings, options).values;
+
+  it("are read in the words of other tools", () => {
+    expect(values({ do_sample: true, top_k: -1 }, {})).toMatchObject({ temperature: 1, top_k: 0 });
+    expect(values({ do_sample: true, temperature: 0, top_k: 5 }, {})).toMatchObject({ temperature: 0, top_k: 0 });
+    expect(values({ do_sample: true, temperature: 0 }, { temperature: 0.5 })).toMatchObject({ temperature: 0.5, top_k: 50 });
+    expect(values({ temperature: 0 }, {})).toMatchObject({ temperature: 0 });
+  });
+
+  it.each([
+    { num_beams: 1, guidance_scale: null, temperature: 0, stop_strings: ["x"], eos_token_id: [0, 99], transformers_version: "5", bos_token_id: 1 },
+    { do_sample: true, temperature: 0.5, top_p: 1, min_p: 0, max_length: 20, begin_suppress_tokens: null, repetition_penalty: 1.3, typical_p: 1 },
+    { suppress_tokens: [], bad_words_ids: null, sequence_bias: [], min_new_tokens: 3, max_new_tokens: 3, mirostat: 0, mirostat_tau: 5 },
+  ])("%o is followed", (file) => expect(applied(file)).toEqual({ settings: file, leftOut: null }));
+
+  it.each([
+    [{ num_beams: 4 }, '"num_beams", which qsample does not do'],
+    [{ begin_suppress_tokens: [1], forced_eos_token_id: 0 }, '"begin_suppress_tokens", "forced_eos_token_id", which qsample does not do'],
+    [{ sequence_bias: [[[7, 8], 1.5]] }, '"sequence_bias", which qsample does not do'],
+    [{ suppress_tokens: [5] }, '"suppress_tokens", which the package was made without'],
+    [{ typical_p: 0.5, bad_words_ids: [[5]], mirostat: 2 }, '"typical_p", "bad_words_ids", "mirostat", which the package was made without'],
+    [{ top_p: 0, temperature: "hot" }, '"top_p": 0, "temperature": "hot", which is outside the accepted range'],
+    [{ do_sample: "false", eos_token_id: 100 }, '"do_sample": "false", "eos_token_id": 100, which is outside'],
+    [{ top_k: 2.5, eos_token_id: [1, 100], max_new_tokens: 0 }, '"top_k": 2.5, "eos_token_id": [1,100], "max_new_tokens": 0, which is outside'],
+  ])("%o is named and left out", (file, sentence) => {
+    const { settings, leftOut } = applied({ ...file, repetition_penalty: 1.3 });
+    expect(settings).toEqual({ repetition_penalty: 1.3 });
+    expect(leftOut).toBe(`the model's generation_config.json asks for ${leftOut!.slice(leftOut!.indexOf('"'))}`);
+    expect(leftOut).toContain(sentence);
+  });
+
+  it("are followed if the package has what they need", () => {
+    const file = { typical_p: 0.5, bad_words_ids: [[5]], mirostat: 2, suppress_tokens: [5], sequence_bias: [[[7], 1.5]] };
+    expect(applied(file, ["typical_p", "bad_words_ids", "mirostat"], true)).toEqual({ settings: file, leftOut: null });
+  });
+
+  it("name each kind of reason in a sentence", () => {
+    expect(applied({ top_k: -2, num_beams: 2, typical_p: 0.5 }).leftOut).toBe(
+      'the model\'s generation_config.json asks for "typical_p", which the package was made without (export or bake the model again: the package ' +
+      'then has what its settings need). It also asks for "num_beams", which qsample does not do (the tokens differ from transformers\'). ' +
+      'It also asks for "top_k": -2, which is outside the accepted range (it is left out)');
+  });
+
+  it("lose tokens that no row can sample, and a least length above the longest", () => {
+    expect(applied({ suppress_tokens: [5, 100, -1] }, [], true)).toEqual({ settings: { suppress_tokens: [5] }, leftOut: null });
+    expect(applied({ min_new_tokens: 5, max_new_tokens: 4 })).toEqual({
+      settings: { max_new_tokens: 4 }, leftOut: expect.stringContaining('"min_new_tokens": 5, which is outside'),
+    });
   });
 });
 

@@ -30,6 +30,9 @@ from tests.helpers.forms import (
     write_grammar,
 )
 
+# Python warns of what it leaves out of a model's own settings.
+pytestmark = pytest.mark.filterwarnings("ignore:the model's generation_config.json asks for")
+
 JS = Path(__file__).parents[2] / "js"
 ENGLISH = ["In the beginning", "Blessed are", "And the LORD spake unto Moses, saying"]
 FOREIGN = ["Größe 😀 naïve", "東京は", ""]
@@ -105,6 +108,8 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         "In the",
         {"adaptive_target": 0.3, "adaptive_decay": 0.7, "min_p": 0.05, "max_new_tokens": 12},
     ),
+    ("own settings", ENGLISH, {}),
+    ("own settings", ENGLISH[0], {"temperature": 1.1, "min_new_tokens": 4, "max_new_tokens": 9}),
     # Grammars by their names: greedy and random rows, two grammars beside a row without any, equal grammars.
     ("grammars", ENGLISH[0], {"grammar": "person", "max_new_tokens": 40}),
     ("grammars", ENGLISH[0], {"grammar": "person", "do_sample": False, "max_new_tokens": 30}),
@@ -140,6 +145,19 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
         {"grammar": "thoughts", "thinking_token_budget": 0, "max_new_tokens": 30},
     ),
 ]
+# Settings of a model: some need features, some are left out and named.
+OWN_SETTINGS: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.9,
+    "top_k": -1,
+    "top_p": 0,
+    "typical_p": 0.8,
+    "begin_suppress_tokens": [5],
+    "suppress_tokens": [14, 17, 9999],
+    "sequence_bias": [[[20], 1.5]],
+    "min_new_tokens": 50,
+    "max_new_tokens": 20,
+}
 # The number of tokens of the shortest answer is the first limit.
 NUM_SHORT_LIMITS = 8
 
@@ -193,6 +211,20 @@ def grammar_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def package_of_own_settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, whose generation_config has settings of all kinds."""
+    import qsample
+
+    folder = tmp_path_factory.mktemp("own_settings")
+    shutil.copytree(Path(qsample.__file__).parent / "assets" / "tiny_lm", folder / "checkpoint")
+    path = folder / "checkpoint" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | OWN_SETTINGS))
+    model = qsample.AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
+    model.export(folder / "package")
+    return folder / "package"
+
+
+@pytest.fixture(scope="module")
 def grammars(grammar_package: Path) -> dict[str, TokenGrammar]:
     forms = {
         "person": person(),
@@ -207,6 +239,7 @@ def grammars(grammar_package: Path) -> dict[str, TokenGrammar]:
 def cases(
     bundled_package: Path,
     grammar_package: Path,
+    package_of_own_settings: Path,
     grammars: dict[str, TokenGrammar],
     exported: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
@@ -220,7 +253,12 @@ def cases(
     }
     features["grammars"] = True
     llama = exported("llama", filters=tuple(EXTRA_PARAMETERS), **features)
-    packages = {"bundled": bundled_package, "llama": llama, "grammars": grammar_package}
+    packages = {
+        "bundled": bundled_package,
+        "llama": llama,
+        "own settings": package_of_own_settings,
+        "grammars": grammar_package,
+    }
     models = {name: load(path) for name, path in packages.items()}
     shortest = grammars["person"].shortest
     short_limits = range(shortest, shortest + NUM_SHORT_LIMITS)
