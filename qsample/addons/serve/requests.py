@@ -223,11 +223,21 @@ class ResponseFormat(Body):
         description="Any text, a JSON object, or JSON that follows a schema."
     )
     json_schema: JsonSchema | None = Field(default=None, description="The schema.")
+    schema_: dict[str, Any] | None = Field(
+        default=None,
+        alias="schema",
+        description="The schema of an answer of type json_object; llama.cpp's name for it.",
+    )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("it is of type json_schema and has no schema; give json_schema")
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError(
+                f"it is of type {self.type} and has schema, which is a field of type json_object; "
+                "give json_schema and its type, or leave schema out"
+            )
         return self
 
 
@@ -639,7 +649,10 @@ class GenerationRequest(FilterFields):
         given = [form for form in forms if form.value is not None]
         any_object = outputs is not None and outputs.json_object
         if response_format is not None and response_format.type == "json_object":
-            any_object = True
+            if response_format.schema_:
+                given.append(Form("json_schema", response_format.schema_))
+            else:
+                any_object = True
         if any_object:
             given.append(Form("json_schema", {"type": "object"}))
         return given

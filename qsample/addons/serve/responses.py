@@ -161,6 +161,12 @@ class TextFormat(Body):
     )
     strict: StrictBool | None = Field(default=None, description=_RETURNED_DESCRIPTION)
 
+    @model_validator(mode="after")
+    def _has_no_schema_in_vain(self) -> TextFormat:
+        if self.type == "text" and self.schema_ is not None:
+            raise ValueError("it is of type text and has schema; give type json_schema")
+        return self
+
 
 class TextOptions(Body):
     """How the text is written."""
@@ -418,10 +424,10 @@ class ResponsesRequest(GenerationRequest):
         text_format = None if self.text is None else self.text.format
         if text_format is None:
             return None
-        schema = None
         if text_format.type == "json_schema":
             schema = JsonSchema(schema=text_format.schema_ or {})
-        return ResponseFormat(type=text_format.type, json_schema=schema)
+            return ResponseFormat(type="json_schema", json_schema=schema)
+        return ResponseFormat(type=text_format.type, schema=text_format.schema_)
 
     def repeated_fields(self, params: SamplingParams) -> dict[str, Any]:
         """The fields that an answer repeats.

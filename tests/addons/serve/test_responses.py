@@ -13,7 +13,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, response_create_params
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.testclient import TestClient
 
 from qsample.addons.serve.forms import ANY_TEXT
@@ -338,6 +338,15 @@ def test_a_request_is_a_chat() -> None:
     followed = ResponsesRequest.model_validate({"input": "x", "text": {"format": form}})
     assert followed.chat.form == Form("json_schema", schema)
     assert followed.repeated_fields(params)["text"]["format"] == form
+    of_llama_cpp = ResponsesRequest.model_validate(
+        {"input": "x", "text": {"format": {"type": "json_object", "schema": schema}}}
+    )
+    assert of_llama_cpp.chat.form == Form("json_schema", schema)
+    for kind in ({}, {"type": "text"}):
+        with pytest.raises(ValidationError, match="it is of type text and has schema"):
+            ResponsesRequest.model_validate(
+                {"input": "x", "text": {"format": {**kind, "schema": schema}}}
+            )
     nameless = ResponsesRequest.model_validate(
         {"input": "x", "text": {"format": {**form, "name": None}}}
     )
