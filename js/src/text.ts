@@ -152,10 +152,6 @@ export class StopStrings {
 
   constructor(private readonly strings: readonly string[]) {}
 
-  get hasStrings(): boolean {
-    return this.strings.length > 0;
-  }
-
   /** The text that `piece` makes certain; "" after a stop string. A hidden piece may be of a stop string, and is never returned. */
   put(piece: string, { isHidden = false } = {}): string {
     if (this.match !== null) return "";
@@ -219,7 +215,7 @@ export class GeneratedText {
   /** The text that `token` makes certain; none of a stop token, which ends the row. */
   put(token: number, { isStopToken = false } = {}): string {
     if (isStopToken) return "";
-    if (this.stops.hasStrings && this.tokenizer.isSkipped(token)) {
+    if (this.tokenizer.isSkipped(token)) {
       // As in transformers, stop strings may be special tokens, or have some in them.
       return this.add(this.stops.put(this.tokenizer.decode([token], { skipSpecialTokens: false }), { isHidden: true }));
     }

@@ -99,6 +99,7 @@ describe("a model's own settings", () => {
     [{ top_p: 0, temperature: "hot" }, '"top_p": 0, "temperature": "hot", which is outside the accepted range'],
     [{ do_sample: "false", eos_token_id: 100 }, '"do_sample": "false", "eos_token_id": 100, which is outside'],
     [{ top_k: 2.5, eos_token_id: [1, 100], max_new_tokens: 0 }, '"top_k": 2.5, "eos_token_id": [1,100], "max_new_tokens": 0, which is outside'],
+    [{ bad_words_ids: [[5], [6, 100]], dry_sequence_breakers: [5, 100] }, '"bad_words_ids": [[5],[6,100]], "dry_sequence_breakers": [5,100], which is outside'],
   ])("%o is named and left out", (file, sentence) => {
     const { settings, leftOut } = applied({ ...file, repetition_penalty: 1.3 });
     expect(settings).toEqual({ repetition_penalty: 1.3 });
