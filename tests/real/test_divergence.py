@@ -21,7 +21,7 @@ QUESTIONS = (
 )
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_the_figure_is_what_a_user_measures(
     weights: str, compiled: Callable[[str], Path], float_package: Path, reference: Reference
 ) -> None:
