@@ -109,6 +109,8 @@ def test_values_that_mean_the_same_to_a_package() -> None:
             {"do_sample": True, "temperature": 0.0, "top_k": -1, "top_p": 0.9},
             {"do_sample": False, "temperature": 0.0, "top_k": 0, "top_p": 0.9},
         ),
+        ({"do_sample": True, "temperature": 1}, {"do_sample": True, "temperature": 1}),
+        ({"do_sample": True, "temperature": 0.01}, {"do_sample": True, "temperature": 0.01}),
         ({"do_sample": True, "temperature": None}, {"do_sample": True, "temperature": None}),
     ],
 )
@@ -185,3 +187,6 @@ def test_more_new_tokens_at_least_than_at_most() -> None:
     assert '"min_new_tokens": 9, which is outside' in left_out
     settings = {"min_new_tokens": 3, "max_new_tokens": 3}
     assert applied_settings(settings, fake_interface()) == (settings, None)
+    settings = {"min_new_tokens": 9, "max_new_tokens": 3}
+    changed = ["min_new_tokens"]
+    assert applied_settings(settings, fake_interface(), changed=changed) == (settings, None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from qsample.request.text.chat import ChatOptions, ChatTemplates
+from qsample.request.text.template_reading import TemplateReading
 from qsample.request.text.tokenizer import Tokenizer
 from tests.helpers.chat_templates import CHATML, HERMES, MISTRAL, QWEN, SPECIAL, WEATHER
 from tests.helpers.fake_package import byte_tokenizer
@@ -31,6 +32,13 @@ ONE_CALL = """{% for m in messages %}{% if 'tool_calls' in m %}
 {%- if m.tool_calls|length != 1 %}{{ raise_exception('one call') }}{% endif %}{{ m.tool_calls[0].function.name }}
 {%- else %}{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"""
 
+NO_CALLS = """{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}
+{{- m.content }}{% endfor %}"""
+ARGUMENTS_IF_TEXT = ARGUMENTS_AS_TEXT.replace(
+    "c['function']['arguments'] + ')'",
+    "(c['function']['arguments'] if c['function']['arguments'] is string else '') + ')'",
+)
+CONTENT_BEFORE_ARGUMENTS = ARGUMENTS_AS_TEXT.replace("(m['content'] or '')", "m['content']")
 NEEDS_CONTENT = """{% for m in messages %}{% if m.content is not defined %}{{ raise_exception('no content') }}
 {%- endif %}{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"""
 # Templates that look at the parts of calls, tools and results.
@@ -71,6 +79,8 @@ def rendered(template: str, *messages: dict[str, Any]) -> str:
         (IS_NONE, "<user>Time?<call>now</call><tool>12:00"),
         (NOT_DEFINED, "<user>Time?now<tool>12:00"),
         (ARGUMENTS_AS_TEXT, '<user>Time?<assistant>now({"zone": "Bern"})<tool>12:00'),
+        (ARGUMENTS_IF_TEXT, '<user>Time?<assistant>now({"zone": "Bern"})<tool>12:00'),
+        (CONTENT_BEFORE_ARGUMENTS, '<user>Time?<assistant>now({"zone": "Bern"})<tool>12:00'),
         (ARGUMENTS_PRINTED, '<user>Time?<assistant>now({"zone": "Bern"})<tool>12:00'),
         (ARGUMENTS_IN_TAGS, "<user>Time?<assistant>now<zone>Bern<tool>12:00"),
         (ONE_CALL, "<user>Time?now<tool>12:00"),
@@ -118,7 +128,7 @@ def test_an_answer_of_nothing(template: str, content: Any) -> None:
 
 
 def test_an_answer_with_a_text_and_calls_keeps_both() -> None:
-    for template in (HERMES, ARGUMENTS_AS_TEXT, ARGUMENTS_IN_TAGS):
+    for template in (HERMES, ARGUMENTS_AS_TEXT, CONTENT_BEFORE_ARGUMENTS, ARGUMENTS_IN_TAGS):
         text = rendered(template, calling("I look.", {"zone": "Bern"}), RESULT)
         assert "I look." in text
         assert text.index("I look.") < text.index("now") < text.index("Bern")
@@ -136,6 +146,7 @@ def test_conversations_of_both_forms_with_one_object() -> None:
     [
         (JOINED, ["tools", "tool_calls"]),
         (IS_NONE, ["tools"]),
+        (NO_CALLS, ["tools", "tool_calls"]),
         (CHATML, ["tools", "tool_calls"]),
         (QWEN, []),
         (HERMES, []),
@@ -152,6 +163,17 @@ def test_what_a_template_leaves_out(template: str, unread: list[str]) -> None:
     assert templates.unread(messages) == [name for name in unread if name == "tool_calls"]
     assert templates.unread([USER], ChatOptions(tools=[])) == []
     assert templates.unread([USER]) == []
+
+
+def test_roles_are_tried_where_a_template_takes_them() -> None:
+    first = """{% for m in messages %}{% if m.role in ['system', 'developer'] and not loop.first %}
+    {{- raise_exception('first') }}{% endif %}{{ m.content }}{% endfor %}"""
+    reading = TemplateReading(SPECIAL)
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        assert reading.reads_content(first, role, False), role
+    never = first.replace("not loop.first", "true")
+    assert not reading.reads_content(never, "developer", False)
+    assert reading.reads_content(never, "user", False)
 
 
 def test_tools_that_a_template_reads_only_with_a_switch() -> None:

@@ -13,7 +13,7 @@ from qsample.request.text.tool_arguments import argument_value
 
 TEXT, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 DEFINITIONS = {"n": {"anyOf": [INTEGER, NULL]}, "t": {"$ref": "#/$defs/s"}, "s": TEXT,
-               "loop": {"$ref": "#/$defs/loop"}}  # fmt: skip
+               "loop": {"$ref": "#/$defs/loop"}, "outer": {"type": "string", "properties": {"inner": INTEGER}}}  # fmt: skip
 
 
 def value_of(text: str, schema: Any) -> Any:
@@ -42,6 +42,7 @@ def value_of(text: str, schema: Any) -> Any:
         ({"type": ["string", "integer"]}, "5", 5),
         ({"type": ["string", "integer"]}, "5.5", "5.5"),
         ({"type": ["string", "integer"]}, "x", "x"),
+        ({"type": ["string", "number"]}, "5", 5),
         ({"type": ["string", "object"]}, '{"b": 1}', {"b": 1}),
         ({"anyOf": [TEXT, NULL]}, "5", "5"),
         ({"anyOf": [TEXT, NULL]}, "null", None),
@@ -58,6 +59,7 @@ def value_of(text: str, schema: Any) -> Any:
         ({"allOf": [{"$ref": "#/$defs/t"}], "default": "x"}, "5", "5"),
         ({"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]}, "5", 5),
         ({"$ref": "#/$defs/loop"}, "5", 5),
+        ({"$ref": "#/$defs/outer/properties/inner"}, "5", 5),
         ({"$ref": "#/$defs/missing"}, "5", 5),
         ({"$ref": 5}, "5", 5),
         # Values.
@@ -69,6 +71,7 @@ def value_of(text: str, schema: Any) -> Any:
         ({"enum": ["x", "y"]}, '"x"', "x"),
         ({"enum": ["x", "y"]}, "5", "5"),
         ({"enum": [1, 2]}, "5", 5),
+        ({"anyOf": [{"enum": ["x", "y"]}, NULL]}, "5", "5"),
         ({"const": "5"}, "5", "5"),
         ({"const": 5}, "5", 5),
         ({"type": "string", "enum": ["1"]}, "7", "7"),
