@@ -3,7 +3,9 @@ the oracle."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +67,13 @@ def of_sentences() -> Tokenizer:
     return trained(own, trainers.BpeTrainer)
 
 
+def with_visible_blanks() -> Tokenizer:
+    """Decoded in another way than by the class, too."""
+    own = of_sentences()
+    own.decoder = decoders.Sequence([decoders.Replace("▁", "_"), decoders.Fuse()])
+    return own
+
+
 def of_words() -> Tokenizer:
     own = Tokenizer(models.WordPiece(unk_token="<unk>"))
     own.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
@@ -100,6 +109,7 @@ def tokens(backend: Any) -> list[list[int]]:
         (of_bytes, "llama", "CohereTokenizerFast", "2024"),
         (lambda: of_bytes(normalizers.NFD()), "llama", "GPTNeoXTokenizer", "café"),
         (of_sentences, "llama", "LlamaTokenizer", " 1,234.56"),
+        (with_visible_blanks, "llama", "LlamaTokenizer", " 1,234.56"),
     ],
 )
 def test_a_class_with_words_of_its_own_gets_those_of_the_file(
@@ -115,7 +125,12 @@ def test_a_class_with_words_of_its_own_gets_those_of_the_file(
     ) as said:
         tokenizer = opened.tokenizer
     assert len(said) == 1
-    assert repr(word) in str(said[0].message)
+    named = re.search(r"other tokens for (.+?)(?: and (\d+) others)?; ", str(said[0].message))
+    assert named is not None
+    words = ast.literal_eval(f"[{named[1]}]")
+    assert word in words
+    assert len(words) == 6 or (len(words) < 6 and named[2] is None)
+    assert named[2] is None or int(named[2]) > 0
     assert tokenizer is not None
     assert tokens(tokenizer) == tokens(file)
     assert tokenizer.added_tokens_decoder == theirs.added_tokens_decoder
@@ -146,6 +161,13 @@ def test_options_that_the_configuration_states_are_kept(tmp_path: Path) -> None:
     opened = checkpoint(tmp_path, own, **kind, do_lower_case=True, strip_accents=True)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert tokens(opened.tokenizer) == tokens(theirs) != tokens(own)
+    chinese = "你好世界"
+    opened = checkpoint(tmp_path, own, **kind, tokenize_chinese_chars=False)
+    with pytest.warns(UserWarning, match="'In 1999'"):
+        tokenizer = opened.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.tokenize(chinese) == ["<unk>"]
+    assert own.encode(chinese).tokens == ["<unk>"] * len(chinese)
     silent = checkpoint(tmp_path, own, **kind)
     with pytest.warns(UserWarning, match="BertTokenizer of .*'In 1999', "):
         tokenizer = silent.tokenizer
@@ -191,10 +213,19 @@ def test_a_tokenizer_in_another_folder(tmp_path: Path) -> None:
         assert tokens(opened.tokenizer) == tokens(own)
 
 
-def test_a_configuration_that_is_damaged_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokenizer_config.json", r"cannot read .*tokenizer_config\.json"),
+        ("tokenizer.json", r"tokenizer\.json cannot be read: "),
+    ],
+)
+def test_a_file_that_is_damaged_is_named(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = checkpoint(tmp_path, of_bytes(), tokenizer_class="Qwen2Tokenizer")
     made = AutoTokenizer.from_pretrained(tmp_path)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: made)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(QsampleError, match=r"cannot read .*tokenizer_config\.json"):
+    (tmp_path / name).write_text("{")
+    with pytest.raises(QsampleError, match=message):
         _ = opened.tokenizer

@@ -12,8 +12,13 @@ import pytest
 from qsample.request.text.tool_arguments import argument_value
 
 TEXT, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
-DEFINITIONS = {"n": {"anyOf": [INTEGER, NULL]}, "t": {"$ref": "#/$defs/s"}, "s": TEXT,
-               "loop": {"$ref": "#/$defs/loop"}, "outer": {"type": "string", "properties": {"inner": INTEGER}}}  # fmt: skip
+DEFINITIONS = {
+    "n": {"anyOf": [INTEGER, NULL]},
+    "t": {"$ref": "#/$defs/s"},
+    "s": TEXT,
+    "loop": {"$ref": "#/$defs/loop"},
+    "outer": {"type": "integer", "properties": {"inner": TEXT}},
+}
 
 
 def value_of(text: str, schema: Any) -> Any:
@@ -59,7 +64,7 @@ def value_of(text: str, schema: Any) -> Any:
         ({"allOf": [{"$ref": "#/$defs/t"}], "default": "x"}, "5", "5"),
         ({"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]}, "5", 5),
         ({"$ref": "#/$defs/loop"}, "5", 5),
-        ({"$ref": "#/$defs/outer/properties/inner"}, "5", 5),
+        ({"$ref": "#/$defs/outer/properties/inner"}, "5", "5"),
         ({"$ref": "#/$defs/missing"}, "5", 5),
         ({"$ref": 5}, "5", 5),
         # Values.
