@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations, product
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -66,6 +68,106 @@ def test_the_same_documents_are_valid(start: int) -> None:
 @pytest.mark.parametrize("start", range(1000, 6000, 500))
 def test_the_same_documents_are_valid_of_more_schemas(start: int) -> None:
     assert sum(map(check_equal, range(start, start + 500))) > 150
+
+
+SCALARS = [None, False, True, 0, 1, 2, 1.5, "", "a", "b", "ab", "abc"]
+MEMBERS = [dict(zip("abc", values, strict=True)) for values in product([None, 1, "a"], repeat=3)]
+DOCUMENTS: list[Any] = [
+    *SCALARS,
+    *(list(items) for size in range(4) for items in product([None, 1, "a"], repeat=size)),
+    *(
+        {name: members[name] for name in names}
+        for size in range(4)
+        for names in combinations("abc", size)
+        for members in MEMBERS
+    ),
+    {"ab": 1},
+    {"": None},
+    [[], [1], {}],
+    {"a": {"b": 1}},
+    {"a": {}},
+]
+NULL: dict[str, Any] = {"type": "null"}
+ONE_OF_THREE: dict[str, Any] = {"enum": [None, 1, "a"]}
+LIMITS = [
+    *({keyword: limit} for keyword in ("minLength", "maxLength") for limit in (0, 1, 2)),
+    *({keyword: limit} for keyword in ("minItems", "maxItems") for limit in (0, 1, 2)),
+    *({keyword: limit} for keyword in ("minimum", "maximum") for limit in (0, 1)),
+    *({keyword: 1} for keyword in ("exclusiveMinimum", "exclusiveMaximum")),
+]
+ARRAY: dict[str, Any] = {"type": "array"}
+OBJECT: dict[str, Any] = {"type": "object"}
+A_AND_B: dict[str, Any] = {"properties": {"a": NULL, "b": {"type": "integer"}}}
+# Each keyword beside the others that it meets in the code.
+EACH_KEYWORD: list[Any] = [
+    *({"allOf": [first, second]} for first, second in combinations(LIMITS, 2)),
+    *({"not": limit} for limit in LIMITS),
+    *({"anyOf": [limit, NULL]} for limit in LIMITS),
+    *({**ARRAY, "items": ONE_OF_THREE, "uniqueItems": True, **limits}
+      for limits in ({}, {"minItems": 2}, {"maxItems": 2}, {"minItems": 1, "maxItems": 2}, {"minItems": 4})),
+    {**ARRAY, "prefixItems": [ONE_OF_THREE], "items": False, "uniqueItems": True},
+    {**ARRAY, "maxItems": 1, "uniqueItems": True},
+    {"maxItems": 1, "uniqueItems": True},
+    {**ARRAY, "items": {"const": 1}, "uniqueItems": True},
+    {**ARRAY, "items": NULL, "contains": NULL, "minContains": 2},
+    {**ARRAY, "items": NULL, "contains": NULL, "maxContains": 1},
+    {**ARRAY, "prefixItems": [NULL], "items": ONE_OF_THREE},
+    {"allOf": [{"prefixItems": [NULL]}, {"items": ONE_OF_THREE}]},
+    {"allOf": [{"prefixItems": [NULL, NULL]}, {"prefixItems": [ONE_OF_THREE], "items": False}]},
+    {"unevaluatedItems": False, "prefixItems": [NULL]},
+    *({**OBJECT, **A_AND_B, "propertyNames": names}
+      for names in ({"enum": ["a", "c"]}, {"const": "a"}, {"enum": [1]}, {"type": "string"}, True)),
+    {**OBJECT, "propertyNames": {"pattern": "^a"}},
+    {**OBJECT, "propertyNames": {"pattern": "^a"}, "additionalProperties": NULL},
+    {**OBJECT, "propertyNames": {"type": "string", "pattern": "b$"}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"dependentRequired": {"a": ["b", "c"], "b": []}},
+    {"dependentRequired": {"a": []}, **OBJECT, **A_AND_B},
+    {"dependentSchemas": {"a": {"required": ["c"]}}},
+    {"dependentSchemas": {"a": {"properties": {"b": NULL}}, "c": False}},
+    *({**OBJECT, "not": excluded}
+      for excluded in ({"required": ["a"]}, {"required": ["a", "b"]}, {"properties": {"a": NULL}}, OBJECT, ARRAY,
+                       {"properties": {"a": NULL, "c": {"type": "string"}}, "required": ["a", "c"]})),
+    {**OBJECT, "properties": {"a": ONE_OF_THREE}, "not": {"properties": {"a": {"const": 1}}}},
+    {**OBJECT, "properties": {"a": ONE_OF_THREE}, "not": {"properties": {"a": {"const": 1}}, "required": ["a", "b"]}},
+    {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"required": ["c"]}, **OBJECT},
+    {"if": {"properties": {"a": NULL}}, "then": {"properties": {"b": NULL}}, **OBJECT},
+    {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"not": ARRAY}},
+    {"if": NULL, "else": {"type": ["integer", "string"]}},
+    {"oneOf": [{**OBJECT, "required": ["a"]}, ARRAY, NULL]},
+    {"oneOf": [{"minimum": 1, "type": "integer"}, {"maximum": 0, "type": "integer"}]},
+    {"oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]},
+               {"properties": {"a": {"const": None}}, "required": ["a"]}], **OBJECT},
+    *({**OBJECT, "minProperties": count} for count in (0, 1)),
+    {**OBJECT, "maxProperties": 0},
+    {**OBJECT, **A_AND_B, "required": ["a", "b"], "minProperties": 2},
+    {**OBJECT, **A_AND_B, "additionalProperties": False, "maxProperties": 2},
+    *({"allOf": [{**OBJECT, "minProperties": 1}, {**OBJECT, "minProperties": count}]} for count in (0, 1)),
+    {"allOf": [{**OBJECT, "maxProperties": 0}, {**OBJECT, "minProperties": 0}]},
+    {"allOf": [A_AND_B, {"additionalProperties": NULL}]},
+    {"allOf": [{"additionalProperties": NULL}, {"properties": {"a": ONE_OF_THREE}}]},
+    {"allOf": [{"patternProperties": {"^a": NULL}}, A_AND_B]},
+    {"unevaluatedProperties": False, **A_AND_B},
+    {"type": ["object", "null"], "required": ["a"], "enum": [None, {"a": 1}, {"b": 1}, 1]},
+    {"enum": [1, "a", None], "allOf": [{"enum": ["a", None, 2]}], "not": {"const": None}},
+    {"allOf": [{"const": 1}, {"enum": [1, 2]}]},
+    {"allOf": [{"const": 1}, {"type": "number"}, {"minimum": 1}]},
+    {"type": "boolean", "not": {"const": True}},
+    {"type": ["boolean", "null"], "not": {"enum": [None, False]}},
+    {"type": ["integer", "string"], "not": {"type": "integer"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", EACH_KEYWORD, ids=lambda schema: json.dumps(schema)[:60])
+def test_of_all_small_documents_the_same_are_valid(schema: Any) -> None:
+    try:
+        normal = normal_schema(schema)
+    except InvalidSchemaError as error:
+        pytest.fail(str(error))
+    judge, judge_of_normal = (jsonschema.Draft202012Validator(form) for form in (schema, normal))
+    for document in DOCUMENTS:
+        expected = judge.is_valid(document)
+        assert judge_of_normal.is_valid(document) == expected, (normal, document)
 
 
 @pytest.mark.parametrize(("schema", "pointer"), REFUSED, ids=lambda value: repr(value)[:60])
