@@ -124,7 +124,7 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
 
 
 def _check_scores(device: GraphRunner, plan: CompilePlan, rows: int) -> None:
-    """Raise CompileError if the graph's scores are not those of its own logits."""
+    """Raise CompileError if the graph's scores differ from the log-softmax of its own logits."""
     width = min(_PROMPT_TOKENS, plan.ctx_len - 1)
     vocab_size = plan.source.interface.vocab_size
     ids, following = np.random.default_rng(0).integers(0, vocab_size, (2, rows, width))

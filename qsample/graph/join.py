@@ -1,8 +1,8 @@
 """Joins the graphs of a model and a sampler at the logits, and separates them again.
 
-A graph chooses the hidden states of each row's last token for its head. If it scores prompts, the
-states of the scored places follow them as further rows, and the head's weights are multiplied once.
-The sampler gets the logits of the rows, and a scorer those of the places."""
+A graph multiplies only the hidden state of each row's last token by the weights of its head. If it
+scores prompts, the hidden states of the scored tokens follow as further rows of the same product.
+The sampler reads the logits of the first rows, and the scorer reads the logits of the others."""
 
 from __future__ import annotations
 

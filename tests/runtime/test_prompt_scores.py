@@ -17,11 +17,11 @@ from qsample.package.package import read_package
 from qsample.runtime import CausalLM, Engine, SamplingParams, load
 from qsample.runtime.decode import prefixes
 from tests.conftest import made_once
+from tests.helpers.prompt_logprobs import Scores, scores_by_transformers
 
 CTX_LEN = 160
 # Attention, its soft-capped logits, states of fixed size, experts.
 FAMILIES = ("llama", "gemma2", "lfm2", "qwen3_moe")
-Scores = Callable[[list[int]], np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +46,8 @@ def llama(exported: Callable[..., Path]) -> CausalLM:
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Scores]:
     """model type → (n token ids) → the log-probability of every token after each but the last, [n - 1, V]."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-
-    @cache
-    def scores(family: str) -> Scores:
-        folder = checkpoint(family)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float64,
-            experts_implementation="eager",  # torch's grouped products take no float64
-        ).eval()
-
-        def score(ids: list[int]) -> np.ndarray:
-            with torch.no_grad():
-                logits = model(torch.tensor([ids])).logits[0, :-1]
-            found: np.ndarray = torch.log_softmax(logits.double(), -1).numpy()
-            return found
-
-        return score
-
-    return scores
+    pytest.importorskip("transformers")
+    return cache(lambda family: scores_by_transformers(checkpoint(family)))
 
 
 def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:

@@ -162,7 +162,7 @@ def recognise(
         UnsupportedModelError: the decoder cannot be baked; the message is a single line.
     """
     graph = model.graph
-    # An input with a default is a constant: nobody feeds it.
+    # An input with an initializer becomes a constant, because no caller feeds it.
     changed = common_passes.RemoveInitializersFromInputsPass()(model).modified
     _check_inputs(path, model)
     _check_operators(path, model)

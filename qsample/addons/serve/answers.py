@@ -79,7 +79,8 @@ class Answers:
             max_time: the seconds that an answer may take.
             prediction: the tokens that an answer is expected to have.
             images: the images of a single prompt, with their features.
-            shows_special_tokens: whether the texts have special tokens, whatever the request says.
+            shows_special_tokens: whether the texts keep special tokens, even if the request skips
+                them.
 
         Raises:
             ApiError: the engine cannot answer the request.
@@ -253,21 +254,32 @@ class Answers:
     async def _score(self) -> None:
         """Give the choices the scores of their prompts, or of the tokens that the request lists, if
         the request asks for them."""
-        body = self._body
-        if not (body.scores_prompt or body.scores_answers):
-            return
+        listed_ids = self._body.logprob_token_ids
+        if listed_ids:
+            await self._score_listed(listed_ids)
+        elif self._body.scores_prompt:
+            await self._score_prompts()
+
+    async def _score_listed(self, ids: Sequence[int]) -> None:
+        for index, request in enumerate(self._scoring_requests):
+            listed = listed_tokens(ids, await self._scored(request))
+            for choice in self._choices_of(index):
+                choice.listed = listed
+
+    async def _score_prompts(self) -> None:
         scoring_requests = iter(self._scoring_requests)
-        num_choices = body.num_choices
         for index, prompt in enumerate(self._prompts):
             output = None
             if self._is_scored(prompt):
                 output = await self._scored(next(scoring_requests))
-            for choice in self._choices[index * num_choices : (index + 1) * num_choices]:
-                if body.scores_answers:
-                    assert output is not None
-                    choice.listed = listed_tokens(body.logprob_token_ids, output)
-                else:
-                    choice.scores = PromptScores.of(prompt, output)
+            scores = PromptScores.of(prompt, output)
+            for choice in self._choices_of(index):
+                choice.scores = scores
+
+    def _choices_of(self, prompt: int) -> Sequence[Choice]:
+        """The choices that answer a prompt, by its number."""
+        num_choices = self._body.num_choices
+        return self._choices[prompt * num_choices : (prompt + 1) * num_choices]
 
     async def _scored(self, request: Request) -> RequestOutput:
         """The output of a request that scores tokens. Raises ApiError if it failed."""

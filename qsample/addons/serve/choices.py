@@ -494,10 +494,10 @@ def joined_events(first: Any, second: Any) -> Any:
     return second
 
 
-def listed_tokens(ids: Sequence[int] | None, output: RequestOutput) -> list[tuple[int, float]]:
+def listed_tokens(ids: Sequence[int], output: RequestOutput) -> list[tuple[int, float]]:
     """Tokens with their log-probabilities, from the output of a request that scored them."""
     logprobs = output.prompt_outputs[PROMPT_LOGPROBS.name][:, 0]
-    return list(zip(ids or (), logprobs, strict=True))
+    return list(zip(ids, logprobs, strict=True))
 
 
 def _likeliest(

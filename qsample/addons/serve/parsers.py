@@ -489,7 +489,7 @@ class _JsonObject:
     _is_escaped: bool = False
     # The beginning of a constant, or of a negative number.
     _held_text: str = ""
-    # A comma, and the blanks behind it.
+    # A comma and the blanks after it.
     _held_comma: str = ""
 
     def put(self, text: str) -> str:

@@ -33,7 +33,8 @@ _COMMON: Final[Refusals] = {
     ),
     **refusals("kv_transfer_params vllm_xargs", _LEAVE_OUT, {}),
     "prompt_logprob_token_ids": Refusal(
-        "prompt_logprobs returns those of the prompt's own tokens and of the likeliest ones", ([],)
+        "prompt_logprobs returns the log-probabilities of the prompt's own tokens and of the likeliest tokens",
+        ([],),
     ),
     **refusals("mm_processor_kwargs media_io_kwargs", _FIXED_IMAGES, {}),
     "guided_json_object": Refusal('give response_format {"type": "json_object"}', (False,)),

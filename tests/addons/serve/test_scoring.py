@@ -18,6 +18,7 @@ import qsample
 from qsample.addons.serve import ServeSettings, make_app
 from qsample.runtime import CausalLM
 from tests.helpers.fake_package import fake_package
+from tests.helpers.prompt_logprobs import Scores, scores_by_transformers
 from tests.helpers.servers import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -26,19 +27,10 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def scores() -> Callable[[list[int]], np.ndarray]:
+def scores() -> Scores:
     """(n token ids) → the log-probability of every token after each but the last, [n - 1, V] float64."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    bundled = Path(qsample.__file__).parent / "assets" / "tiny_lm"
-    model = transformers.AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float64).eval()
-
-    def score(ids: list[int]) -> np.ndarray:
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, :-1]
-        found: np.ndarray = torch.log_softmax(logits.double(), -1).numpy()
-        return found
-
-    return score
+    pytest.importorskip("transformers")
+    return scores_by_transformers(Path(qsample.__file__).parent / "assets" / "tiny_lm")
 
 
 @pytest.fixture
