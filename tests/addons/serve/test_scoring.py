@@ -118,9 +118,11 @@ def test_prompt_logprobs_have_vllms_form(
     ask: Any, served_model: CausalLM, scores: Any, scores_pieces: bool
 ) -> None:
     assert served_model.tokenizer is not None
-    ids = served_model.tokenizer.encode(PROMPT)
-    found = ask(prompt=PROMPT, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
+    unlikely = f"{PROMPT} zebra Q the"
+    ids = served_model.tokenizer.encode(unlikely)
+    found = ask(prompt=unlikely, max_tokens=1, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert found[0] is None
+    largest_rank = 0
     for token, expected, entry in zip(ids[1:], scores(ids), found[1:], strict=True):
         order = np.argsort(-expected)
         assert {*entry} == {str(other) for other in (*order[:2], token)}
@@ -129,7 +131,9 @@ def test_prompt_logprobs_have_vllms_form(
             rank = int(np.flatnonzero(order == int(other))[0]) + 1
             # The package returns five, and knows all ranks if it scores pieces.
             assert values["rank"] == (rank if rank <= 5 or scores_pieces else None)
+            largest_rank = max(largest_rank, rank)
             assert values["decoded_token"] == served_model.tokenizer.decode([int(other)])
+    assert largest_rank > 5
     chat = ask(
         CHAT, messages=[{"role": "user", "content": PROMPT}], max_tokens=1, prompt_logprobs=0
     )
