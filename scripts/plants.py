@@ -2,12 +2,14 @@
 
     python scripts/plants.py qsample/checks.py               20 random bugs in a module
     python scripts/plants.py qsample/package/disk --number 100       in the modules of a folder
+    python scripts/plants.py qsample --number 200 --table plants.md  in modules drawn by lot
     python scripts/plants.py --changed                       in modules that differ from HEAD, or --changed=REVISION
 
-A bug changes one operator, constant, condition, argument, index or statement. It is planted in a copy of the tree in a
-temporary folder: processes that a test starts meet it as well, and the tree itself is only read. The tests are those of
-the module's name, tests/x/test_y.py and test_y_*.py for qsample/x/y.py, or the whole folder tests/x if there are none.
-A bug that makes them fail, hang or take all memory is caught.
+A bug changes one operator, constant, condition, argument, index or statement. In a folder, each bug's module is drawn
+first, so a long module has no more bugs than a short one. The bug is planted in a copy of the tree in a temporary
+folder: processes that a test starts meet it as well, and the tree itself is only read. The tests are those of the
+module's name, tests/x/test_y.py and test_y_*.py for qsample/x/y.py, or the whole folder tests/x if there are none.
+A bug is caught if a test fails with it that passes without it, or if the tests hang or take all memory.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ def copy_tree(root: Path, folder: Path) -> None:
             shutil.copy2(root / name, folder / name, follow_symlinks=False)
 
 
-def run_tests(tree: Path, tests: list[str], limit: float | None = None) -> tuple[int | None, str]:
+def run_tests(tree: Path, tests: list[str], limit: float) -> tuple[int | None, str]:
     """The exit status of pytest in the copy, None after `limit` seconds; and the end of its output."""
     # A bug may write or delete anything: by name it reaches only the temporary folder.
     home = tree.parent / "home"
@@ -229,24 +231,22 @@ def run_tests(tree: Path, tests: list[str], limit: float | None = None) -> tuple
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home),
         "TMPDIR": str(home),
+        "PYTHONPATH": str(tree),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
     }
-    environment |= {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-xq",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        *tests,
-    ]
+    options = ["-xq", "-p", "no:cacheprovider", "-m", "not slow"]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY)),
-        )  # fmt: skip
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=tree,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY)),
+        )
         try:
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -256,39 +256,97 @@ def run_tests(tree: Path, tests: list[str], limit: float | None = None) -> tuple
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        return status, output.read()[-4000:]
+        return status, output.read()[-20_000:]
 
 
-def try_area(
-    root: Path, tree: Path, area: str, modules: list[str], arguments: argparse.Namespace
-) -> int:
-    """Plant bugs in the modules of an area, and print and count those that were missed."""
-    possible = [
-        plant
-        for module in modules
-        for plant in plants_of(module, (root / module).read_text("utf-8"))
-    ]
-    chosen = random.Random(f"{arguments.seed} {area}").sample(
-        possible, min(arguments.number, len(possible))
-    )
-    started, missed, limits = time.monotonic(), 0, dict[str, float]()
-    for plant in sorted(chosen, key=lambda plant: (plant.module, plant.line)):
-        tests, path = tests_of(tree, plant.module), tree / plant.module
-        if plant.module not in limits:
-            begun = time.monotonic()
-            status, output = run_tests(tree, tests)
-            if status:
-                raise SystemExit(f"The tests fail without a bug, so they tell nothing:\n{output}")
-            limits[plant.module] = 30 + 3 * (time.monotonic() - begun)
-        path.write_text(plant.after, "utf-8")
-        status, output = run_tests(tree, tests, limits[plant.module])
+def caught_by(tree: Path, plant: Plant, tests: list[str], limit: float) -> str | None:
+    """The test that catches a bug, or how else it is caught; None if it is missed."""
+    path = tree / plant.module
+    path.write_text(plant.after, "utf-8")
+    try:
+        status, output = run_tests(tree, tests, limit)
+    finally:
         path.write_text(plant.before, "utf-8")
-        if status == 0:
+    if status == 0:
+        return None
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
+    # A test that fails anyway, or tests that take longer anyway, catch nothing.
+    again, output = run_tests(tree, failed[:1] or tests, limit)
+    if again != 0:
+        print(f"The tests of {plant.module} fail without a bug, so they tell nothing:\n{output}")
+        return None
+    if status is None:
+        return "time"
+    return failed[0] if failed else f"exit status {status}"
+
+
+def drawn(root: Path, area: str, number: int, seed: int) -> tuple[list[Plant], int]:
+    """At most `number` bugs of the modules of an area by lot, and how many there are to draw from."""
+    path = root / area
+    modules = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    if not all(module.is_file() for module in modules):
+        raise SystemExit(f"{area} is neither a module nor a folder of modules")
+    lot = random.Random(f"{seed} {area}")
+    left = []
+    for module in modules:
+        plants = plants_of(str(module.relative_to(root)), module.read_text("utf-8"))
+        lot.shuffle(plants)
+        if plants:
+            left.append(plants)
+    possible = sum(map(len, left))
+    chosen: list[Plant] = []
+    while left and len(chosen) < number:
+        plants = lot.choice(left)
+        chosen.append(plants.pop())
+        if not plants:
+            left.remove(plants)
+    return chosen, possible
+
+
+def try_area(root: Path, tree: Path, area: str, arguments: argparse.Namespace) -> int:
+    """Plant bugs in the modules of an area, and print and count those that were missed."""
+    started = time.monotonic()
+    chosen, possible = drawn(root, area, arguments.number, arguments.seed)
+    missed = 0
+    for number, plant in enumerate(sorted(chosen, key=lambda plant: (plant.module, plant.line)), 1):
+        catcher = caught_by(tree, plant, tests_of(tree, plant.module), arguments.limit)
+        if catcher is None:
             missed += 1
             print(f"missed: {plant}", flush=True)
-    share = f"{len(chosen)} bugs of {len(possible)} possible, {len(chosen) - missed} caught, {missed} missed"
-    print(f"{area}: {share}; {time.monotonic() - started:.0f} s", flush=True)
+        if arguments.table:
+            with open(arguments.table, "a", encoding="utf-8") as table:
+                table.write(row(number, plant, catcher))
+    seconds = time.monotonic() - started
+    share = (
+        f"{len(chosen)} bugs of {possible} possible, {len(chosen) - missed} caught, {missed} missed"
+    )
+    print(f"{area}: {share}; {seconds:.0f} s", flush=True)
     return missed
+
+
+TABLE_HEAD: Final = (
+    "| # | module and line | function | without | with | caught by |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
+
+
+def row(number: int, plant: Plant, catcher: str | None) -> str:
+    """A bug as a row of a Markdown table."""
+    removed, added = [], []
+    for line in difflib.ndiff(plant.before.splitlines(), plant.after.splitlines()):
+        if line.startswith("- "):
+            removed.append(line[2:].strip())
+        elif line.startswith("+ "):
+            added.append(line[2:].strip())
+    cells = [
+        str(number),
+        f"{plant.module}:{plant.line}",
+        plant.function,
+        f"`{' '.join(removed)}`",
+        f"`{' '.join(added)}`",
+        catcher or "**missed**",
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def main() -> None:
@@ -301,6 +359,12 @@ def main() -> None:
     )
     parser.add_argument("--number", type=int, default=20, help="bugs for each path (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of bugs (0)")
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds for a module's tests (600)"
+    )
+    parser.add_argument(
+        "--table", metavar="FILE", help="a Markdown table of all bugs, written anew"
+    )
     arguments = parser.parse_args()
     root = Path(git(Path.cwd(), "rev-parse", "--show-toplevel")[0])
     paths = [os.path.relpath(path, root) for path in arguments.paths]
@@ -315,17 +379,14 @@ def main() -> None:
             "name a module or a folder, or give --changed"
             + "; nothing has changed" * bool(arguments.changed)
         )
+    if arguments.table:
+        Path(arguments.table).write_text(TABLE_HEAD, "utf-8")
     missed = 0
     with tempfile.TemporaryDirectory(prefix="plants-") as folder:
         tree = Path(folder).resolve() / "tree"
         copy_tree(root, tree)
         for path in paths:
-            files = sorted((root / path).rglob("*.py")) if (root / path).is_dir() else [root / path]
-            if not all(file.is_file() for file in files):
-                parser.error(f"{path} is neither a module nor a folder of modules")
-            missed += try_area(
-                root, tree, path, [str(file.relative_to(root)) for file in files], arguments
-            )
+            missed += try_area(root, tree, path, arguments)
     sys.exit(1 if missed else 0)
 
 

@@ -86,7 +86,7 @@ def test_a_toy(tmp_path: Path) -> None:
     identity = ("-c", "user.name=a", "-c", "user.email=b")
     for command in (["init", "-q"], [*identity, "commit", "-qm", "c", "--allow-empty"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    run = plants("--changed")
+    run = plants("--changed", "--limit", "10", "--table", "table.md")
     assert (
         "missed: qsample/numbers.py:3 in clip\n    -        value -= 1\n    +        value -= 2"
         in run.stdout
@@ -94,8 +94,19 @@ def test_a_toy(tmp_path: Path) -> None:
     assert "value += 1" not in run.stdout, "a bug that hangs is caught"
     assert "qsample/numbers.py: 9 bugs of 9 possible, 8 caught, 1 missed" in run.stdout
     assert run.returncode == 1
+    head, _, *rows = (tmp_path / "table.md").read_text().splitlines()
+    assert head.startswith("| # | module and line |")
+    assert len(rows) == 9
+    missed = [line for line in rows if line.endswith("| **missed** |")]
+    assert missed == [
+        "| 7 | qsample/numbers.py:3 | clip | `value -= 1` | `value -= 2` | **missed** |"
+    ]
+    assert sum(line.endswith("::test_clip_in_a_process_of_its_own |") for line in rows) == 7
+    assert sum(line.endswith("| time |") for line in rows) == 1
     assert (tmp_path / "qsample" / "numbers.py").read_text() == TOY
 
     (tmp_path / "tests" / "test_numbers.py").write_text("def test():\n    assert False\n")
-    assert "The tests fail without a bug" in plants("qsample").stderr
+    failing = plants("qsample").stdout
+    assert "The tests of qsample/numbers.py fail without a bug" in failing
+    assert "0 caught, 9 missed" in failing
     assert "is neither a module nor a folder" in plants("qsample/other.py").stderr
