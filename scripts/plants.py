@@ -67,26 +67,44 @@ class Plant:
         return "\n    ".join([f"{self.module}:{self.line} in {self.function}", *list(lines)[3:]])
 
 
-def plants_of(module: str, source: str) -> list[Plant]:
-    """Every change of a module that this script can make."""
-    offsets = [0]
-    for line in source.encode().splitlines(keepends=True):
-        offsets.append(offsets[-1] + len(line))
-    plants = []
-    for function, (node, changed) in _visited(ast.parse(source), ()):
-        place: Any = node
-        start = offsets[place.lineno - 1] + place.col_offset
-        end = offsets[place.end_lineno - 1] + place.end_col_offset
-        text = "pass" if changed is None else ast.unparse(changed)
-        if isinstance(changed, ast.expr) and not isinstance(changed, ast.Slice | ast.Constant):
+@dataclass(frozen=True)
+class Candidate:
+    """A change that a module may get."""
+
+    module: str
+    source: str
+    function: str
+    node: Any
+    changed: ast.AST | None
+
+    def plant(self) -> Plant | None:
+        """The changed module; None if it is no program."""
+        offsets = [0]
+        for line in self.source.encode().splitlines(keepends=True):
+            offsets.append(offsets[-1] + len(line))
+        node = self.node
+        start = offsets[node.lineno - 1] + node.col_offset
+        end = offsets[node.end_lineno - 1] + node.end_col_offset
+        text = "pass" if self.changed is None else ast.unparse(self.changed)
+        if isinstance(self.changed, ast.expr) and not isinstance(
+            self.changed, ast.Slice | ast.Constant
+        ):
             text = f"({text})"
-        after = (source.encode()[:start] + text.encode() + source.encode()[end:]).decode()
+        source = self.source.encode()
+        after = (source[:start] + text.encode() + source[end:]).decode()
         try:
             ast.parse(after)
         except SyntaxError:
-            continue
-        plants.append(Plant(module, ".".join(function) or "<module>", place.lineno, source, after))
-    return plants
+            return None
+        return Plant(self.module, self.function, node.lineno, self.source, after)
+
+
+def candidates_of(module: str, source: str) -> list[Candidate]:
+    """Every change that this script can make in a module."""
+    return [
+        Candidate(module, source, ".".join(function) or "<module>", node, changed)
+        for function, (node, changed) in _visited(ast.parse(source), ())
+    ]
 
 
 def _visited(node: ast.AST, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Change]]:
@@ -289,17 +307,19 @@ def drawn(root: Path, area: str, number: int, seed: int) -> tuple[list[Plant], i
     lot = random.Random(f"{seed} {area}")
     left = []
     for module in modules:
-        plants = plants_of(str(module.relative_to(root)), module.read_text("utf-8"))
-        lot.shuffle(plants)
-        if plants:
-            left.append(plants)
+        candidates = candidates_of(str(module.relative_to(root)), module.read_text("utf-8"))
+        lot.shuffle(candidates)
+        if candidates:
+            left.append(candidates)
     possible = sum(map(len, left))
     chosen: list[Plant] = []
     while left and len(chosen) < number:
-        plants = lot.choice(left)
-        chosen.append(plants.pop())
-        if not plants:
-            left.remove(plants)
+        candidates = lot.choice(left)
+        plant = candidates.pop().plant()
+        if plant is not None:
+            chosen.append(plant)
+        if not candidates:
+            left.remove(candidates)
     return chosen, possible
 
 
@@ -308,7 +328,7 @@ def try_area(root: Path, tree: Path, area: str, arguments: argparse.Namespace) -
     started = time.monotonic()
     chosen, possible = drawn(root, area, arguments.number, arguments.seed)
     missed = 0
-    for number, plant in enumerate(sorted(chosen, key=lambda plant: (plant.module, plant.line)), 1):
+    for number, plant in enumerate(chosen, 1):
         catcher = caught_by(tree, plant, tests_of(tree, plant.module), arguments.limit)
         if catcher is None:
             missed += 1

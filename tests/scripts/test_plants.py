@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.plants import plants_of
+from scripts.plants import Plant, candidates_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plants.py"
 
@@ -63,6 +63,11 @@ def test_a_bug_is_shown_with_its_place() -> None:
     )
 
 
+def plants_of(module: str, source: str) -> list[Plant]:
+    plants = [candidate.plant() for candidate in candidates_of(module, source)]
+    return [plant for plant in plants if plant is not None]
+
+
 TOY = "def clip(value, most=10):\n    while value > most:\n        value -= 1\n    return value\n"
 TESTS = """
 import subprocess, sys
@@ -98,9 +103,10 @@ def test_a_toy(tmp_path: Path) -> None:
     assert head.startswith("| # | module and line |")
     assert len(rows) == 9
     missed = [line for line in rows if line.endswith("| **missed** |")]
-    assert missed == [
-        "| 7 | qsample/numbers.py:3 | clip | `value -= 1` | `value -= 2` | **missed** |"
-    ]
+    (only,) = missed
+    assert only.endswith(
+        "| qsample/numbers.py:3 | clip | `value -= 1` | `value -= 2` | **missed** |"
+    )
     assert sum(line.endswith("::test_clip_in_a_process_of_its_own |") for line in rows) == 8
     assert (tmp_path / "qsample" / "numbers.py").read_text() == TOY
 

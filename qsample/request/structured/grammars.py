@@ -9,13 +9,10 @@ passes there costs this process no more than it did there.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import subprocess
-import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +21,15 @@ from typing import Any, Final
 
 from qsample.contract.interface import Interface
 from qsample.errors import ArgumentError
+from qsample.limited_process import (
+    Ask,
+    LimitedProcess,
+    Message,
+    ProcessEndedError,
+    answer_message,
+    limit_memory,
+    next_message,
+)
 from qsample.request.grammar import (
     CompiledGrammar,
     Form,
@@ -48,8 +54,6 @@ _NUM_COMPILING_THREADS: Final = 2
 MAX_COMPILE_SECONDS: Final = 10.0
 # The memory that a compilation may take in addition to the tokenizer's.
 _MAX_COMPILE_BYTES: Final = 256 << 20
-# The threads of a server have twice this stack.
-_MAX_STACK_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,7 @@ class Trial:
             max_seconds: the time that a form may take.
         """
         self._tokenizer_arguments = tokenizer_arguments
-        self._max_seconds = max_seconds
-        self._process: subprocess.Popen[str] | None = None
+        self._process = LimitedProcess(__name__, max_seconds, self._give_tokenizer)
 
     def tables(self, wish: Wish) -> TokenGrammar:
         """The tables of a form. It blocks for at most `max_seconds`, and while the process starts.
@@ -151,78 +154,43 @@ class Trial:
                 follow it.
         """
         answer = self._answer({"tables": wish.key})
-        if "tables" in answer:
-            return TokenGrammar.from_bytes(base64.b64decode(answer["tables"]))
-        if "not_regular" in answer:
-            raise NotRegularError(answer["not_regular"])
-        raise InvalidGrammarError(answer["error"])
+        if answer.parts:
+            return TokenGrammar.from_bytes(bytes(answer.parts[0]))
+        if "not_regular" in answer.fields:
+            raise NotRegularError(answer.fields["not_regular"])
+        raise InvalidGrammarError(answer.fields["error"])
 
     def check_masks(self, form: Form) -> None:
         """Raise InvalidGrammarError if llguidance cannot compile a form within the limits. Errors of
         the form itself pass, because this process finds them, too."""
         answer = self._answer({"masks": Wish(form).key})
-        if "error" in answer:
-            raise InvalidGrammarError(answer["error"])
+        if "error" in answer.fields:
+            raise InvalidGrammarError(answer.fields["error"])
 
     def stop(self) -> None:
         """End the process and its work on a form. The next form starts another process. Any thread
         may call this."""
-        process = self._process
-        self._process = None
-        if process is not None:
-            process.kill()
+        self._process.stop()
 
-    def _answer(self, message: dict[str, str]) -> dict[str, str]:
-        """The answer of the process to a message; an error if the process ends. Raises ArgumentError
-        for a tokenizer that it cannot use."""
-        process = self._process
-        if process is None:
-            process = self._start()
-            self._process = process  # From here on, `stop` ends it.
-            line = self._ask(process, self._tokenizer_arguments())
-            if line is not None and "error" in json.loads(line):
-                self.stop()
-                raise ArgumentError(json.loads(line)["error"])
-        timer = threading.Timer(self._max_seconds, process.kill)
-        timer.start()
+    def _give_tokenizer(self, ask: Ask) -> None:
+        """Give a process its tokenizer. Raises ArgumentError for a tokenizer that it cannot use."""
+        answer = ask(Message(self._tokenizer_arguments()))
+        if "error" in answer.fields:
+            raise ArgumentError(answer.fields["error"])
+
+    def _answer(self, fields: dict[str, str]) -> Message:
+        """The answer of the process; an error if the process ends. Raises ArgumentError for a
+        tokenizer that it cannot use."""
         try:
-            line = self._ask(process, message)
-        finally:
-            is_in_time = timer.is_alive()
-            timer.cancel()
-        if line is not None:
-            answer: dict[str, str] = json.loads(line)
-            return answer
-        self.stop()
-        process.wait()
-        reason = "it is too large or nested too deep to compile; give a smaller one"
-        if not is_in_time:
-            reason = (
-                f"it takes more than {self._max_seconds:g} seconds to compile; give a smaller one"
-            )
-        return {"error": str(invalid_grammar(reason))}
-
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    @staticmethod
-    def _ask(process: subprocess.Popen[str], message: Any) -> str | None:
-        """The answer to a message, a line; None if the process ended."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-            return process.stdout.readline() or None
-        except (BrokenPipeError, ValueError):  # The pipe is closed.
-            return None
+            return self._process.ask(Message(fields))
+        except ProcessEndedError as ended:
+            reason = "it is too large or nested too deep to compile; give a smaller one"
+            if ended.is_late:
+                reason = (
+                    f"it takes more than {self._process.max_seconds:g} seconds to compile; "
+                    "give a smaller one"
+                )
+            return Message({"error": str(invalid_grammar(reason))})
 
 
 class Grammars:
@@ -402,64 +370,48 @@ class Grammars:
 
 
 def _run_trials() -> None:
-    """The process of a `Trial`. Each line of standard input is answered with a line of JSON.
+    """The process of a `Trial`.
 
-    The first line has the arguments of the tokenizer, and its answer may be an error. Each other
-    line has the key of a wish, under "tables" or "masks".
+    The first message has the arguments of the tokenizer, and its answer may be an error. Each other
+    message has the key of a wish, under "tables" or "masks".
     """
-    arguments: TokenizerArguments = json.loads(sys.stdin.readline())
+    first = next_message()
+    assert first is not None
+    arguments: Any = first.fields
     try:
         tokenizer = GrammarTokenizer.of(arguments)
         vocabulary = TokenVocabulary.of(tokenizer)
     except ArgumentError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        answer_message(Message({"error": str(error)}))
         return
-    print("{}", flush=True)
-    _limit_process()
-    for line in sys.stdin:
-        message: dict[str, str] = json.loads(line)
-        print(json.dumps(_trial_answer(message, tokenizer, vocabulary)), flush=True)
+    answer_message(Message({}))
+    limit_memory(_MAX_COMPILE_BYTES)
+    while (message := next_message()) is not None:
+        answer_message(_trial_answer(message.fields, tokenizer, vocabulary))
 
 
 def _trial_answer(
-    message: dict[str, str], tokenizer: GrammarTokenizer, vocabulary: TokenVocabulary
-) -> dict[str, str]:
+    message: Mapping[str, str], tokenizer: GrammarTokenizer, vocabulary: TokenVocabulary
+) -> Message:
     """The answer to a message of the parent process."""
     try:
         if "tables" in message:
             tables = make_tables(Wish.of_key(message["tables"]), vocabulary)
-            return {"tables": base64.b64encode(tables.to_bytes()).decode("ascii")}
+            return Message({}, [tables.to_bytes()])
         form = Wish.of_key(message["masks"]).form
         assert form is not None
         compile_grammar(grammar_of(form), tokenizer)
     except NotRegularError as error:
-        return {"not_regular": error.reason}
+        return Message({"not_regular": error.reason})
     except ArgumentError as error:
         # The parent process finds the errors of masks by itself.
-        return {"error": str(error)} if "tables" in message else {}
+        return Message({"error": str(error)} if "tables" in message else {})
     except MemoryError:
         reason = "it takes too much memory to compile; give a smaller one"
-        return {"error": str(invalid_grammar(reason))}
+        return Message({"error": str(invalid_grammar(reason))})
     except BaseException as error:  # Panics of native code are no Exceptions.
-        return {"error": str(invalid_grammar(f"it cannot be compiled: {error}"))}
-    return {}
-
-
-def _limit_process() -> None:
-    """Bound the memory and the stack of this process, on systems that can."""
-    if sys.platform != "linux":
-        return
-    import resource
-
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:  # There is no /proc.
-        return
-    max_bytes = used_bytes + _MAX_COMPILE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        return Message({"error": str(invalid_grammar(f"it cannot be compiled: {error}"))})
+    return Message({})
 
 
 if __name__ == "__main__":

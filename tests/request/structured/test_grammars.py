@@ -89,7 +89,7 @@ def make(bundled_model: CausalLM) -> Iterator[Make]:
         grammars = Grammars(interface, bundled_model.tokenizer)
         made.append(grammars)
         for trial in [grammars._idle_trials.get() for _ in range(grammars._idle_trials.qsize())]:
-            trial._max_seconds = 600
+            trial._process.max_seconds = 600
             grammars._idle_trials.put(trial)
         return grammars
 
@@ -172,7 +172,7 @@ def test_masks_beyond_the_limits_end_alone(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, form: Form, seconds: float, reason: str
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "_max_seconds", seconds)
+        patched.setattr(trial._process, "max_seconds", seconds)
         with pytest.raises(InvalidGrammarError, match=reason):
             trial.check_masks(form)
     trial.check_masks(Form("regex", "[a-z]+"))
@@ -181,7 +181,7 @@ def test_masks_beyond_the_limits_end_alone(
 
 def test_tables_beyond_the_time_end_alone(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(trial, "_max_seconds", 0.5)
+        patched.setattr(trial._process, "max_seconds", 0.5)
         with pytest.raises(InvalidGrammarError, match=r"takes more than 0\.5 seconds"):
             trial.tables(Wish(Form("regex", SLOW)))
     assert trial.tables(Wish(Form("regex", "a"))).shortest == 2
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_llguidance_cannot_read() -> None:
     for _ in range(2):
         with pytest.raises(ArgumentError, match="this model's tokenizer cannot follow a grammar"):
             trial.tables(Wish(Form("regex", "a")))
-        assert trial._process is None
+        assert trial._process._process is None
 
 
 # What a package takes.
@@ -453,9 +453,12 @@ def test_a_form_ends_with_its_last_client(kind: str, request: pytest.FixtureRequ
     async def run() -> None:
         await grammars.prepare(Wish(Form("regex", "[a-y]+")))  # the process has begun
         asked = [asyncio.ensure_future(grammars.prepare(slow)) for _ in range(2)]
-        while not (tried := list(grammars._running_trials.values())) or tried[0]._process is None:
+        while (
+            not (tried := list(grammars._running_trials.values()))
+            or tried[0]._process._process is None
+        ):
             await asyncio.sleep(0.01)
-        process = tried[0]._process
+        process = tried[0]._process._process
         asked[0].cancel()
         await asyncio.sleep(0.1)
         assert len(grammars._running_trials) == 1, "the other waits"
@@ -484,7 +487,9 @@ def test_no_form_is_compiled_after_the_end(bundled_model: CausalLM) -> None:
     interface = replace(bundled_model.interface, features=BOTH)
     grammars = Grammars(interface, bundled_model.tokenizer)
     prepare(grammars, Form("regex", "a"))
-    processes = [trial._process for trial in [grammars._idle_trials.get() for _ in range(2)]]
+    processes = [
+        trial._process._process for trial in [grammars._idle_trials.get() for _ in range(2)]
+    ]
     (process,) = [process for process in processes if process is not None]
     assert process.poll() is None
     process.kill()
@@ -502,7 +507,7 @@ def test_forms_that_wait_at_the_end_are_given_up(bundled_model: CausalLM) -> Non
     async def run() -> list[object]:
         asked = [asyncio.ensure_future(grammars.prepare(wish)) for wish in wishes]
         while len(trials := list(grammars._running_trials.values())) < 2 or any(
-            trial._process is None for trial in trials
+            trial._process._process is None for trial in trials
         ):
             await asyncio.sleep(0.01)
         grammars.close()
