@@ -1,5 +1,6 @@
 """An image as a caller gives it → an upright RGB image of Pillow. Limits are checked before
-anything is decompressed: first the bytes, then the size in the header, then the pixels.
+anything is decompressed: first the bytes, then the parts and the size in the header, then the
+pixels.
 
 Transparent pixels become white, as in transformers' image processors. Rotations of cameras (EXIF)
 are undone, as in its `load_image`. Only the first frame of an animation is read.
@@ -8,8 +9,7 @@ are undone, as in its `load_image`. Only the first frame of an animation is read
 from __future__ import annotations
 
 import io
-import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from qsample.checks import check_fields, integer
 from qsample.errors import ArgumentError, QsampleError, install_hint, shown
+from qsample.images.structure import check_structure, size_in_header
 from qsample.package.disk.untrusted import open_plain
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ ACCEPTED_IMAGES: Final = (
     f"give a path or the bytes of a {FORMATS} file, an image of Pillow, or uint8 [height, width, 3]"
 )
 _MAX_PIXELS: Final = 89_478_485  # Pillow warns about larger images.
+_PIXELS_OF_A_STRIP: Final = 2**20
 # Format, by the name of Pillow's plugin → the first bytes of its files.
 _SIGNATURES: Final = {
     "Png": (b"\x89PNG\r\n\x1a\n",),
@@ -154,9 +156,13 @@ def _opened(data: bytes, limits: ImageLimits, name: str) -> Image:
         _refuse(f"{name} begins with {data[:8]!r}; give a {FORMATS} file")
     import_module(f"PIL.{kind}ImagePlugin")  # This registers the format.
     try:
-        if kind in _SIZE_READERS:
-            width, height = _SIZE_READERS[kind](data)
-            _check_size(width, height, limits, name)
+        check_structure(kind, data)
+    except ValueError as error:
+        _refuse(f"{name} is a {kind.upper()} file that is not read: {error}; save it anew", error)
+    try:
+        size = size_in_header(kind, data)
+        if size is not None:
+            _check_size(*size, limits, name)
         plugin, _ = _pillow().OPEN[kind.upper()]
         file: Image = plugin(io.BytesIO(data), "")
     except ArgumentError:
@@ -183,13 +189,10 @@ def _upright(image: Image, limits: ImageLimits, name: str) -> Image:
     from PIL import ImageOps
 
     _check_size(*image.size, limits, name)
-    pillow = _pillow()
     try:
         image = ImageOps.exif_transpose(image)
         if "A" in image.getbands() or image.info.get("transparency") is not None:
-            image = image.convert("RGBA")
-            white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
-            image = pillow.alpha_composite(white, image)
+            return _over_white(image)
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # Pillow raises many kinds.
         _refuse(
@@ -198,42 +201,26 @@ def _upright(image: Image, limits: ImageLimits, name: str) -> Image:
         )
 
 
+def _over_white(image: Image) -> Image:
+    """A transparent image over white, in mode RGB."""
+    pillow = _pillow()
+    result: Image = pillow.new("RGB", image.size)
+    top = 0
+    for strip in strips(image):
+        white = pillow.new("RGBA", strip.size, (255, 255, 255, 255))
+        result.paste(pillow.alpha_composite(white, strip.convert("RGBA")), (0, top))
+        top += strip.height
+    return result
+
+
+def strips(image: Image) -> Iterator[Image]:
+    """The rows of an image, from the top, some at a time. Work on a strip takes little memory."""
+    width, height = image.size
+    rows = max(1, _PIXELS_OF_A_STRIP // width)
+    for top in range(0, height, rows):
+        yield image.crop((0, top, width, min(top + rows, height)))
+
+
 def _brief(error: Exception) -> str:
     """The kind of an exception and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}".removesuffix(": ")
-
-
-def _gif_size(data: bytes) -> tuple[int, int]:
-    """Width and height of the canvas, enlarged to hold the first frame:
-    https://www.w3.org/Graphics/GIF/spec-gif89a.txt."""
-    width, height, flags = struct.unpack_from("<HHB", data, 6)
-    offset = 13
-    if flags & 128:  # A table of colours follows.
-        offset += 3 << (flags & 7) + 1
-    while data[offset] == 0x21:  # An extension has a label, then blocks up to an empty block.
-        offset += 2
-        while data[offset]:
-            offset += 1 + data[offset]
-        offset += 1
-    left, top, columns, rows = struct.unpack_from("<4H", data, offset + 1)
-    return max(width, left + columns), max(height, top + rows)
-
-
-def _webp_size(data: bytes) -> tuple[int, int]:
-    """Width and height of the canvas:
-    https://developers.google.com/speed/webp/docs/riff_container."""
-    if data[12:16] == b"VP8X":
-        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if data[12:16] == b"VP8L":
-        bits = int.from_bytes(data[21:25], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    width, height = struct.unpack_from("<HH", data, 26)
-    return width & 0x3FFF, height & 0x3FFF
-
-
-# Format → a function that reads width and height of a file. The plugins of these formats allocate
-# all pixels when they open a file.
-_SIZE_READERS: Final[dict[str, Callable[[bytes], tuple[int, int]]]] = {
-    "Gif": _gif_size,
-    "WebP": _webp_size,
-}

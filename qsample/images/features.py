@@ -49,6 +49,10 @@ class VisionEncoder:
         self._running: dict[bytes, Future[Array]] = {}
         self._max_cached_bytes = cache_bytes
 
+    def stop(self) -> None:
+        """End the run for an image soon, with an error, and begin no other."""
+        self._session.stop()
+
     def features(self, image: ProcessedImage) -> Array:
         """The rows for an image's n placeholders, [n, C] in the package's dtype, read-only. Threads
         that ask for the same image at the same time share a run. Raises QsampleError if it

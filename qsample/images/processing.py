@@ -18,7 +18,7 @@ import numpy as np
 from qsample.checks import check_fields, choice, instance, integer
 from qsample.contract.arrays import Array
 from qsample.errors import ArgumentError, PackageError, shown
-from qsample.images.decode import ImageLike, ImageLimits, read_image
+from qsample.images.decode import ImageLike, ImageLimits, read_image, strips
 from qsample.images.families import FAMILIES, Family, Layout
 from qsample.images.positions import position_offsets
 from qsample.images.prompt import ImagePrompt, ProcessedImage
@@ -141,6 +141,12 @@ class ImageProcessor:
 
         Raises PackageError for settings that no export writes.
         """
+        # What another process needs to make the same processor.
+        self.arguments: dict[str, Any] = {
+            "images": images,
+            "axial": axial,
+            "identity": identity.hex(),
+        }
         settings: ImageSettings = _read(ImageSettings, images, "images")
         self.family: Family = _read(FAMILIES[settings.family], settings.settings, "images.settings")
         self.texts: ImageTexts = _read(ImageTexts, settings.texts, "images.texts")
@@ -149,6 +155,12 @@ class ImageProcessor:
         self.token_id = settings.token_id
         self._axial = axial
         self._identity = identity + json.dumps(asdict(self.family), sort_keys=True).encode()
+
+    @classmethod
+    def of_arguments(cls, arguments: Mapping[str, Any]) -> ImageProcessor:
+        """A processor as it was made in another process, from its `arguments`."""
+        identity = bytes.fromhex(arguments["identity"])
+        return cls(arguments["images"], axial=arguments["axial"], identity=identity)
 
     @classmethod
     def of(cls, package: Package) -> ImageProcessor | None:
@@ -191,7 +203,8 @@ class ImageProcessor:
         layout = self.layout(*upright.size, name)
         values, grid = self.family.pixels(upright, layout)
         digest = hashlib.sha256(self._identity + repr(upright.size).encode())
-        digest.update(upright.tobytes())
+        for strip in strips(upright):
+            digest.update(strip.tobytes())
         rows = np.arange(layout.placeholders) if layout.rows is None else layout.rows
         text = self.texts.written(layout, self.token)
         return ProcessedImage(digest.digest(), values, grid, rows, layout.size, text)

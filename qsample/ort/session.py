@@ -387,6 +387,11 @@ class VisionSession:
         self._session = session
         self._input_names = [value.name for value in session.get_inputs()]
         self._dtype = OF_ONNXRUNTIME[session.get_outputs()[0].type]
+        self._run_options = ort.RunOptions()
+
+    def stop(self) -> None:
+        """End all runs soon, with an error, and begin no other."""
+        self._run_options.terminate = True
 
     def features(self, pixel_values: Array, grid: Sequence[int] | None = None) -> Array:
         """Compute the rows of an image. Threads may call this at the same time.
@@ -405,7 +410,7 @@ class VisionSession:
         for name, array in zip(self._input_names, arrays, strict=True):
             binding.bind_cpu_input(name, array)
         binding.bind_output(IMAGE_FEATURES)
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(binding, self._run_options)
         (result,) = binding.get_outputs()
         # ONNX Runtime cannot make an array of bfloat16.
         content = (ctypes.c_uint8 * result.tensor_size_in_bytes()).from_address(result.data_ptr())

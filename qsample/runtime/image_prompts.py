@@ -142,6 +142,12 @@ class ImageReader:
         vision.onnx."""
         return [replace(image, features=self._vision.features(image)) for image in images]
 
+    def stop(self) -> None:
+        """End the run of vision.onnx soon, with an error, and begin no other. Any thread may call
+        this."""
+        if self._encoder is not None:
+            self._encoder.stop()
+
     def compute_features(self, sequences: Iterable[Row]) -> None:
         """Compute the image features of sequences, before they wait for slots. Raises QsampleError,
         and PackageError if vision.onnx cannot be opened."""

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,8 @@ from qsample.addons.serve.http import (
     json_bytes,
     json_response,
 )
-from qsample.addons.serve.images import MediaReader, take_addresses
+from qsample.addons.serve.image_steps import FeatureRoom, ImageSteps
+from qsample.addons.serve.images import take_addresses
 from qsample.addons.serve.messages import CountTokensRequest, MessageAnswers, MessagesRequest
 from qsample.addons.serve.metrics import Metrics
 from qsample.addons.serve.models import ServedModel, ServedModels
@@ -62,6 +62,7 @@ from qsample.addons.serve.responses import ResponseAnswers, ResponsesRequest
 from qsample.addons.serve.settings import ServeSettings
 from qsample.errors import DISTRIBUTION
 from qsample.images.prompt import ProcessedImage
+from qsample.request.sampling_params import SamplingParams
 from qsample.request.text.tokenizer import LONG_TEXT
 
 # The name of the logger that writes a line for each request.
@@ -91,8 +92,6 @@ _ABSENT_PATHS: Final = (
 )
 # A long text takes some hundred times its size while it is encoded.
 _MAX_LONG_TEXTS_AT_ONCE: Final = 2
-# Decoding images takes memory, and vision.onnx takes all cores.
-_MAX_REQUESTS_WITH_IMAGES_AT_ONCE: Final = 2
 # A prediction is cut to this number of characters for each token of the context.
 _MAX_CHARACTERS_OF_A_PREDICTED_TOKEN: Final = 32
 # Python's lock is held while this number of items of a list becomes JSON.
@@ -159,6 +158,45 @@ def make_app(settings: ServeSettings, models: ServedModels | None = None) -> Fas
     return app
 
 
+class TimeLimit:
+    """The time that a request may take, from now on."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """seconds: the time; None for any."""
+        self._seconds = seconds
+        self._start_time = time.monotonic()
+
+    @asynccontextmanager
+    async def of_preparation(self) -> AsyncIterator[None]:
+        """Bounds what is done before the answer begins.
+
+        Raises:
+            ApiError: the time is over.
+        """
+        try:
+            async with asyncio.timeout(self.seconds_left()):
+                yield
+        except TimeoutError:
+            raise _timed_out() from None
+
+    def seconds_left(self) -> float | None:
+        """The time that is left; None for any.
+
+        Raises:
+            ApiError: the time is over.
+        """
+        if self._seconds is None:
+            return None
+        left = self._start_time + self._seconds - time.monotonic()
+        if left <= 0:
+            raise _timed_out()
+        return left
+
+
+def _timed_out() -> ApiError:
+    return ApiError(504, "the answer did not begin in the time that it may take", code="timeout")
+
+
 class _Server:
     """The endpoints."""
 
@@ -169,15 +207,7 @@ class _Server:
         self.count_exchange = self._metrics.count_exchange
         self._long_texts = asyncio.Semaphore(_MAX_LONG_TEXTS_AT_ONCE)
         self._adapter_lock = asyncio.Lock()
-        self._media_reader = MediaReader(
-            settings.max_image_bytes,
-            settings.allowed_media_domains,
-            settings.allowed_local_media_path,
-        )
-        # Other requests with images wait for these threads, and the event loop goes on.
-        self._image_threads = ThreadPoolExecutor(
-            _MAX_REQUESTS_WITH_IMAGES_AT_ONCE, thread_name_prefix="qsample-images"
-        )
+        self._images = ImageSteps(settings)
 
     def max_body_bytes(self) -> int:
         """The largest size of a request's body."""
@@ -305,28 +335,33 @@ class _Server:
         params = model.sampling_params(body)
         prompts = body.prompts
         # A million prompts, or a text that is much too long, are refused before they are encoded.
-        model.check_count(len(prompts) * body.num_engine_requests)
+        count = len(prompts) * body.num_engine_requests
+        model.check_count(count)
         for prompt in prompts:
             model.check_without_image(prompt)
             model.check_length(prompt)
-        encoded = await self._encode(model, prompts, body.add_special_tokens)
-        for tokens in encoded:
-            model.check_room(tokens, 0 if body.token_limit == 0 else 1)
-        choices: list[CompletionChoice] = []
-        for prompt, tokens in zip(prompts, encoded, strict=True):
-            echo = None
-            if body.echo:
-                echo = self._echo(model, body, prompt)
-            for _ in range(body.num_choices):
-                choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
-        form = await model.answer_form(body)
-        if body.token_limit != 0:
-            for tokens in encoded:
-                model.check_shortest(form, tokens, params, body.token_limit_field)
-        answers = Answers(model, body, self._metrics, choices, form)
-        await answers.start(encoded, params, self._settings.request_timeout)
-        self._metrics.count_ignored(model.base, body.ignored)
-        return await _response(answers, body)
+        limit = TimeLimit(self._settings.request_timeout)
+        with model.hold_places(count) as let_places_go:
+            async with limit.of_preparation():
+                encoded = await self._encode(model, prompts, body.add_special_tokens)
+                for tokens in encoded:
+                    model.check_room(tokens, 0 if body.token_limit == 0 else 1)
+                form = await model.answer_form(body)
+            if body.token_limit != 0:
+                for tokens in encoded:
+                    model.check_shortest(form, tokens, params, body.token_limit_field)
+            choices: list[CompletionChoice] = []
+            for prompt, tokens in zip(prompts, encoded, strict=True):
+                echo = None
+                if body.echo:
+                    echo = self._echo(model, body, prompt)
+                for _ in range(body.num_choices):
+                    choices.append(CompletionChoice(len(choices), model, body, tokens, echo))
+            answers = Answers(model, body, self._metrics, choices, form)
+            max_time = limit.seconds_left()
+            let_places_go()
+            await answers.start(encoded, params, max_time)
+        return await self._response(model, answers, body)
 
     def _echo(self, model: ServedModel, body: CompletionRequest, prompt: str | list[int]) -> str:
         """The text of a prompt in front of its continuation."""
@@ -367,20 +402,39 @@ class _Server:
         model.check_form(body.form)
         params = model.sampling_params(body)
         model.check_count(body.num_engine_requests)
-        prompt, images = await self._encode_chat(
-            model, body, body.offers_tools, check_text=model.check_length
-        )
+        limit = TimeLimit(self._settings.request_timeout)
+        room = self._images.feature_room()
+        try:
+            with model.hold_places(body.num_engine_requests) as let_places_go:
+                async with limit.of_preparation():
+                    answers, arguments = await self._prepared(model, body, original, params, room)
+                max_time = limit.seconds_left()
+                let_places_go()
+                await answers.start(max_time=max_time, **arguments)
+            return await self._response(model, answers, body, room)
+        except BaseException:
+            room.give_back()
+            raise
+
+    async def _prepared(
+        self,
+        model: ServedModel,
+        body: ChatCompletionRequest,
+        original: ResponsesRequest | MessagesRequest | None,
+        params: SamplingParams,
+        room: FeatureRoom,
+    ) -> tuple[Answers, dict[str, Any]]:
+        """The answers to a conversation, and the arguments of their start but for the time.
+
+        Args:
+            model: the model.
+            body: the request as a chat completion.
+            original: the same request in the words of another API.
+            params: the sampling parameters.
+            room: takes the bytes of the images' features.
+        """
+        prompt, images = await self._encode_chat(model, body, body.offers_tools, room)
         model.check_room(prompt)
-        if images:
-            if body.scores_prompt or body.scores_answers:
-                raise ApiError(
-                    400,
-                    "the log-probabilities of a prompt with images are not computed; leave it out",
-                    param="prompt_logprobs" if body.scores_prompt else "logprob_token_ids",
-                )
-            # vision.onnx must not run for an answer that gets no place.
-            model.check_places(body.num_engine_requests)
-            images = await self._with_features(model, images)
         prediction = await self._predicted_tokens(model, body)
         form = await model.answer_form_of_chat(
             body, prompt, needs_budget=not isinstance(original, MessagesRequest)
@@ -396,16 +450,14 @@ class _Server:
                 ChatChoice(index, model, body, prompt, form) for index in range(body.num_choices)
             ]
             answers = Answers(model, body, self._metrics, choices, form)
-        await answers.start(
-            [prompt],
-            params,
-            self._settings.request_timeout,
-            prediction,
-            images,
-            model.reads_special_tokens(body),
-        )
-        self._metrics.count_ignored(model.base, body.ignored)
-        return await _response(answers, body)
+        arguments = {
+            "prompts": [prompt],
+            "params": params,
+            "prediction": prediction,
+            "images": images,
+            "shows_special_tokens": model.reads_special_tokens(body),
+        }
+        return answers, arguments
 
     async def _predicted_tokens(
         self, model: ServedModel, body: ChatCompletionRequest
@@ -527,7 +579,7 @@ class _Server:
         model: ServedModel,
         body: ChatPrompt,
         with_tools: bool,
-        check_text: Callable[[str], object] = str,
+        room: FeatureRoom | None = None,
         *,
         any_token: bool = False,
     ) -> tuple[list[int], list[ProcessedImage]]:
@@ -537,7 +589,8 @@ class _Server:
             model: the model.
             body: the conversation.
             with_tools: whether the text describes the tools.
-            check_text: a function that checks the text before it is encoded.
+            room: takes the bytes of the images' features, for conversations that are answered;
+                otherwise, the tokens are only counted.
             any_token: whether the text may have tokens that the model lacks.
 
         Raises:
@@ -555,6 +608,8 @@ class _Server:
             body.template_messages, self._settings.limit_images_per_prompt
         )
         model.check_images(messages, addresses)
+        if addresses:
+            _check_no_scores(body)
         render = partial(
             model.render_chat,
             messages,
@@ -572,34 +627,59 @@ class _Server:
                 f"{DISTRIBUTION}",
                 code="missing_module",
             ) from None
-        check_text(text)
-        images: list[ProcessedImage] = []
-        if addresses:
-            files = await self._media_reader.read(addresses)
-            loop = asyncio.get_running_loop()
-            images = await loop.run_in_executor(self._image_threads, model.process_images, files)
-            text = model.with_placeholders(text, images)
         # The template spells the special tokens out.
-        (tokens,) = await self._encode(model, [text], add_special_tokens=False, any_token=any_token)
+        encode = partial(self._encode, model, add_special_tokens=False, any_token=any_token)
+        if room is not None:
+            model.check_length(text)
+        if not addresses:
+            (tokens,) = await encode([text])
+            return tokens, []
+        with model.hold_places(1 if room is None else 0):
+            async with self._images.turn(model, addresses) as images:
+                (tokens,) = await encode([model.with_placeholders(text, images)])
+                if room is not None:
+                    # vision.onnx must not run for a prompt that does not fit.
+                    model.check_room(tokens)
+                    images = await self._with_features(model, images, room)
         return tokens, images
 
     async def _with_features(
-        self, model: ServedModel, images: list[ProcessedImage]
+        self, model: ServedModel, images: list[ProcessedImage], room: FeatureRoom
     ) -> list[ProcessedImage]:
-        """The images with their features."""
+        """The images with their features, whose bytes `room` takes."""
         start_time = time.monotonic()
-        loop = asyncio.get_running_loop()
-        seen = await loop.run_in_executor(
-            self._image_threads, model.model.images.with_features, images
-        )
+        seen = await self._images.see(model, images, room)
         self._metrics.count_images(
             model.base, [len(image.rows) for image in seen], time.monotonic() - start_time
         )
         return seen
 
+    async def _response(
+        self,
+        model: ServedModel,
+        answers: Answers,
+        body: GenerationRequest,
+        room: FeatureRoom | None = None,
+    ) -> Response:
+        """The answers, whole or as a stream. At their end, `room` gives its bytes back."""
+        self._metrics.count_ignored(model.base, body.ignored)
+        headers = ignored_header(body.ignored)
+
+        def end() -> None:
+            answers.cancel()
+            if room is not None:
+                room.give_back()
+
+        if body.stream:
+            return EventStream(answers.events(), end, headers, answers.keep_alive)
+        try:
+            return json_response(await answers.whole(), headers=headers)
+        finally:
+            end()
+
     def close(self) -> None:
         """End without waiting for images."""
-        self._image_threads.shutdown(wait=False, cancel_futures=True)
+        self._images.close()
 
 
 def _docs_folder() -> Path | None:
@@ -607,11 +687,16 @@ def _docs_folder() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent
 
 
-async def _response(answers: Answers, body: GenerationRequest) -> Response:
-    headers = ignored_header(body.ignored)
-    if body.stream:
-        return EventStream(answers.events(), answers.cancel, headers, answers.keep_alive)
-    return json_response(await answers.whole(), headers=headers)
+def _check_no_scores(body: ChatPrompt) -> None:
+    """Raise ApiError for a conversation with images whose tokens are to be scored."""
+    if not isinstance(body, ChatCompletionRequest):
+        return
+    if body.scores_prompt or body.scores_answers:
+        raise ApiError(
+            400,
+            "the log-probabilities of a prompt with images are not computed; leave it out",
+            param="prompt_logprobs" if body.scores_prompt else "logprob_token_ids",
+        )
 
 
 def _token_response(model: ServedModel, tokens: list[int], with_texts: bool) -> Response:

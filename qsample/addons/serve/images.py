@@ -138,27 +138,38 @@ class MediaReader:
         default_factory=lambda: asyncio.Semaphore(_MAX_FETCHES_AT_ONCE)
     )
 
+    def check(self, addresses: Sequence[str]) -> int:
+        """The most bytes that the images take together, before any is read.
+
+        Raises:
+            ApiError: an address is wrong or not allowed, or leads to too many bytes.
+        """
+        return sum(self._check(address) for address in addresses)
+
     async def read(self, addresses: Sequence[str]) -> list[bytes]:
         """The bytes of each image. No image is read before every address is checked.
 
         Raises:
             ApiError: an image cannot be read.
         """
-        for address in addresses:
-            self._check(address)
+        self.check(addresses)
         return [await self._read(address) for address in addresses]
 
-    def _check(self, address: str) -> None:
+    def _check(self, address: str) -> int:
+        """The most bytes that an image takes. Raises ApiError."""
         match _scheme(address):
             case "data":
+                length = len(address) - address.find(",") - 1
                 try:
-                    check_base64(len(address) - address.find(",") - 1, self.max_bytes)
+                    check_base64(length, self.max_bytes)
                 except ValueError as error:
                     raise _refused(str(error)) from None
+                return min(length, self.max_bytes)
             case "file":
                 self._path(address)
             case _:
                 self._checked_url(address)
+        return self.max_bytes
 
     async def _read(self, address: str) -> bytes:
         match _scheme(address):

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,10 +30,11 @@ from qsample.addons.serve.roles import rewritings
 from qsample.addons.serve.settings import ServeSettings
 from qsample.checks import refuse
 from qsample.contract.tensors import RAW_LOGPROBS
-from qsample.errors import DISTRIBUTION, QsampleError, shown
-from qsample.images.decode import ImageLimits, read_size
+from qsample.errors import DISTRIBUTION, EngineClosedError, QsampleError, shown
+from qsample.images.decode import ImageLimits
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
+from qsample.images.worker import ImageWorker
 from qsample.package.disk.untrusted import leads_out
 from qsample.request.grammar import Form
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
@@ -44,6 +46,8 @@ from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, QueueFullError, Request, load
 from qsample.runtime.call import Call
 
+# A number of a feature is a float32, or smaller.
+_BYTES_OF_A_FEATURE: Final = 4
 # The fields that a model's generation_config decides with generation_config="auto".
 _CONFIG_FIELDS: Final = (
     "temperature",
@@ -104,7 +108,9 @@ class ServedModel:
             trusted_keys=settings.trusted_keys or None,
             image_cache_bytes=settings.image_cache_mib << 20,
         )
-        self.model.images.limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+        self._image_worker = ImageWorker(
+            ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+        )
         tokenizer = self.model.tokenizer
         if tokenizer is not None and settings.chat_template is not None:
             tokenizer.chat_template = tokenizer.get_chat_template(settings.chat_template)
@@ -135,6 +141,7 @@ class ServedModel:
             prefix_cache_dir=settings.prefix_cache_dir,
             prefix_cache_bytes=settings.prefix_cache_bytes,
         )
+        self._places = Places(self.engine)
 
     def _defaults(self, settings: ServeSettings) -> dict[str, Any]:
         defaults: dict[str, Any] = {"temperature": 1.0}
@@ -485,14 +492,16 @@ class ServedModel:
     def check_places(self, count: int) -> None:
         """Raise QueueFullError unless `count` places are free. They stay free until the event loop
         goes on, because only it adds requests."""
-        stats = self.engine.stats()
-        num_taken = stats.running + stats.waiting
-        num_places = stats.slots + stats.max_waiting
-        if num_taken + count > num_places:
-            raise QueueFullError(
-                f"{num_taken} of {num_places} places are taken and {count} were requested; "
-                "try again later"
-            )
+        self._places.check(count)
+
+    def hold_places(self, count: int) -> AbstractContextManager[Callable[[], None]]:
+        """Hold `count` places for requests that are being prepared. The result is a function that
+        lets them go, because the requests take them; otherwise they are held to the end.
+
+        Raises:
+            QueueFullError: too few places are free.
+        """
+        return self._places.hold(count)
 
     def check_room(self, prompt: Sequence[int], tokens: int = 1) -> None:
         """Raise ApiError unless a slot has room for a prompt and `tokens` tokens of an answer."""
@@ -589,22 +598,33 @@ class ServedModel:
             ApiError: a file cannot be read or is too large, or the images have more tokens than a
                 slot holds. The tokens are counted before a file is unfolded.
         """
-        reader = self.model.images
-        assert reader.processor is not None
+        processor = self.model.images.processor
+        assert processor is not None
+        worker = self._image_worker
+        names = [f"image {number}" for number in range(len(files))]
         num_tokens = 0
         try:
-            for number, file in enumerate(files):
-                width, height = read_size(file, reader.limits, f"image {number}")
-                layout = reader.processor.layout(width, height, f"image {number}")
-                num_tokens += layout.placeholders
+            for name, file in zip(names, files, strict=True):
+                width, height = worker.size(file, name)
+                num_tokens += processor.layout(width, height, name).placeholders
             self.check_room(range(num_tokens))
-            return reader.process(files)
+            return [
+                worker.process(file, processor, name)
+                for name, file in zip(names, files, strict=True)
+            ]
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_image") from error
-        except ApiError:
+        except (ApiError, EngineClosedError):
             raise
         except QsampleError as error:  # Pillow is missing.
             raise ApiError(501, str(error), code="missing_module") from None
+
+    def feature_bytes(self, images: Sequence[ProcessedImage]) -> int:
+        """The size of the features of images."""
+        shape = self.interface.image
+        assert shape is not None
+        num_rows = sum(len(image.rows) for image in images)
+        return num_rows * shape.width * _BYTES_OF_A_FEATURE
 
     def with_placeholders(self, text: str, images: Sequence[ProcessedImage]) -> str:
         """A conversation's text with the images' placeholders.
@@ -653,8 +673,47 @@ class ServedModel:
         return self.engine.add(call, timeout=0, priority=priority)[0]
 
     def close(self) -> None:
+        self._image_worker.close()
+        self.model.images.stop()
         self.model.grammars.close()
         self.engine.close()
+
+
+class Places:
+    """The places of an engine. Its requests have some, and requests that are being prepared hold
+    others, so that no work is done for an answer that gets no place."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_held = 0
+
+    def check(self, count: int) -> None:
+        """Raise QueueFullError unless `count` places are free."""
+        stats = self._engine.stats()
+        num_taken = stats.running + stats.waiting + self._num_held
+        num_places = stats.slots + stats.max_waiting
+        if num_taken + count > num_places:
+            raise QueueFullError(
+                f"{num_taken} of {num_places} places are taken and {count} were requested; "
+                "try again later"
+            )
+
+    @contextmanager
+    def hold(self, count: int) -> Iterator[Callable[[], None]]:
+        """Hold places until the result is called, or else to the end. Raises QueueFullError."""
+        self.check(count)
+        self._num_held += count
+        num_held = count
+
+        def let_go() -> None:
+            nonlocal num_held
+            self._num_held -= num_held
+            num_held = 0
+
+        try:
+            yield let_go
+        finally:
+            let_go()
 
 
 class ServedModels:
