@@ -45,6 +45,9 @@ SILENT: Final = re.compile(
     r"warn|^(?:debug|info|TypeVar|cast|print)$"
 )  # calls that only speak, or only type
 MEMORY: Final = 8 << 30  # bytes of a test process: a bug may allocate without end
+# The quick tests catch most bugs, so they come first.
+KINDS_OF_TESTS: Final = ("not slow and not ci and not real", "ci and not slow")
+NO_TESTS: Final = 5  # pytest's exit status if it finds none
 Change = tuple[
     ast.AST, ast.AST | None
 ]  # a node, and its replacement; None for a statement that is left out
@@ -238,7 +241,9 @@ def copy_tree(root: Path, folder: Path) -> None:
             shutil.copy2(root / name, folder / name, follow_symlinks=False)
 
 
-def run_tests(tree: Path, tests: list[str], limit: float) -> tuple[int | None, str]:
+def run_tests(
+    tree: Path, tests: list[str], limit: float, marked: str = "not slow"
+) -> tuple[int | None, str]:
     """The exit status of pytest in the copy, None after `limit` seconds; and the end of its output."""
     # A bug may write or delete anything: by name it reaches only the temporary folder.
     home = tree.parent / "home"
@@ -253,7 +258,7 @@ def run_tests(tree: Path, tests: list[str], limit: float) -> tuple[int | None, s
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    options = ["-xq", "-p", "no:cacheprovider", "-m", "not slow"]
+    options = ["-xq", "-p", "no:cacheprovider", "-m", marked]
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *tests],
@@ -282,10 +287,13 @@ def caught_by(tree: Path, plant: Plant, tests: list[str], limit: float) -> str |
     path = tree / plant.module
     path.write_text(plant.after, "utf-8")
     try:
-        status, output = run_tests(tree, tests, limit)
+        for marked in KINDS_OF_TESTS:
+            status, output = run_tests(tree, tests, limit, marked)
+            if status not in (0, NO_TESTS):
+                break
     finally:
         path.write_text(plant.before, "utf-8")
-    if status == 0:
+    if status in (0, NO_TESTS):
         return None
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output, re.MULTILINE)
     # A test that fails anyway, or tests that take longer anyway, catch nothing.
