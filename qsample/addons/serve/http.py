@@ -93,7 +93,7 @@ _MAX_TEXT_BODY_BYTES: Final = 2**22
 # The number of the largest bodies that may be in memory together; a body is held until its answer
 # ends. The first number is for bodies of up to `_MAX_TEXT_BODY_BYTES`.
 _MAX_TEXT_BODIES_IN_MEMORY: Final = 32
-_MAX_BODIES_IN_MEMORY: Final = 16
+_MAX_BODIES_IN_MEMORY: Final = 4
 # These characters make a body slow to parse. Base64 has none of them.
 _STRUCTURAL_CHARACTERS: Final = (b",", b"[", b"{", b"\\")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
