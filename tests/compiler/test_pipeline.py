@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.pipeline import apply, lean_phases
+from qsample.compiler import pipeline
+from qsample.compiler.pipeline import apply, lean_phases, quantization_phases
 from qsample.contract.arrays import Array
 from qsample.graph.edit import fix_axes
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
 from qsample.package.package import read_package
 from tests.helpers.building import run_on
+from tests.helpers.small_graphs import small_graph
 from tests.helpers.tiny_models import VOCAB_SIZE
 
 CAPACITY = 48
@@ -92,3 +96,26 @@ def generate(runner: GraphRunner) -> Array:
         for n in (9, 1, 12)
     ]
     return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "in_float16", "needed"),
+    [({}, False, 48), ({}, True, 72), ({"copies": 2}, False, 96), ({"copies": 2}, True, 120)],
+)
+def test_the_room_for_a_package_is_checked_before_it_is_written(
+    given: dict[str, int], in_float16: bool, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights as often as they are written, and half of them again in float16."""
+    plan: Any = SimpleNamespace(kv_cache_dtype=None, weights=None, store_float16=in_float16)
+    model = small_graph(
+        "model (float[2] x, float[4] a, float[8] b) => (float[2] y) { y = Neg (x) }",
+        constants={"a": np.ones(4, np.float32), "b": np.ones(8, np.float32)},
+    )
+    stages: Any = SimpleNamespace(begin=lambda stage: None)
+    build: Any = SimpleNamespace(plan=plan, model=model, folder=Path("/a"), stages=stages)
+    checked: list[tuple[Path, int, str]] = []
+    monkeypatch.setattr(pipeline, "check_free", lambda *arguments: checked.append(arguments))
+    last = quantization_phases(plan, **given)[-1]
+    last.run(build)
+    assert last.name == "check"
+    assert checked == [(Path("/a"), needed, "the package")]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from qsample.compiler import pipeline
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
+from qsample.compiler.targets import cpu
 from qsample.compiler.targets.cpu import TARGET
 from qsample.graph.join import cut_at_logits
 from qsample.package.package import read_package
@@ -58,3 +62,32 @@ def test_operators_of_a_layer(
     decoder = cut_at_logits(build(plan, TARGET, tmp_path).model, package.interface)
     found = Counter(node.op_type for node in decoder.graph)
     assert found == Counter({operator: LAYERS * count for operator, count in layer.items()}) + ONCE
+
+
+@pytest.mark.parametrize(
+    ("guesses", "batch_size", "packs"),
+    [(0, 4, []), (3, 1, [False]), (3, 2, [True]), (3, None, [True])],
+)
+def test_several_rows_read_their_guesses_packed(
+    guesses: int, batch_size: int | None, packs: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single row has no padding."""
+    got: list[bool] = []
+
+    def check_guesses(model: object, *, pack: bool, pad_token_id: int, **_: object) -> bool:
+        assert pad_token_id == 5
+        got.append(pack)
+        return False
+
+    monkeypatch.setattr(cpu, "check_guesses", check_guesses)
+    monkeypatch.setattr(cpu.CpuTarget, "interface", lambda self, plan: None)
+    plan: Any = SimpleNamespace(
+        options=SimpleNamespace(num_speculative_tokens=guesses),
+        batch_size=batch_size,
+        pad_token_id=5,
+    )
+    build: Any = SimpleNamespace(model=None)
+    monkeypatch.setattr(pipeline, "apply", lambda model, run: run(model))
+    for phase in cpu.TARGET._speculation(plan):
+        phase.run(build)
+    assert got == packs

@@ -30,6 +30,7 @@ GRAMMARS = {
     'root ::=\n "a"{2} "b"{0,1} | \n"c"': "aab?|c",
     'root ::= a-b\na-b ::= "1"\n': "1",
     "root ::= . [.]": "(?s:.)\\.",
+    "root ::= [a-] [a-c-]": "[a-][a-c-]",
     'root ::= "a"*?': "a*",
     '\n# how it begins\n\nroot ::= "a"': "a",
     'root ::= "(*" "[x]"': r"\(\*\[x\]",
