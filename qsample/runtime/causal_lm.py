@@ -21,7 +21,7 @@ from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
-from qsample.ort.session import Sessions, open_sessions
+from qsample.ort.session import VISION, Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
@@ -146,9 +146,11 @@ def load(
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, chosen.ctx_len)
-        open_vision = partial(
-            VisionEncoder, package, chosen.image_cache_bytes, provider, chosen.sessions
-        )
+
+        def open_vision() -> VisionEncoder:
+            with package.verified_again(VISION):
+                return VisionEncoder(package, chosen.image_cache_bytes, provider, chosen.sessions)
+
         return CausalLM(
             package,
             open_sessions(package, provider, chosen.sessions),
