@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
+from qsample.checks import as_path
 from qsample.contract.interface import CHOICES, Features, Interface
 from qsample.errors import PackageError, QsampleError
 from qsample.package.disk.pinned import PinnedFolder
@@ -334,7 +335,7 @@ def write_package(
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
     ...     writer.finish(manifest)
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(as_path("path", path)))
     check_target(target, target, overwrite)
     with scratch_for(target, required_bytes, "the package") as scratch:
         writer = PackageWriter(scratch.new, target)
@@ -388,7 +389,7 @@ def use_package(
         PackageError: The package is not intact, or is replaced over and over. `use` may raise other
             errors.
     """
-    folder = Path(path).absolute()
+    folder = as_path("path", path).absolute()
     for _ in range(_MAX_READINGS):
         before = _identity(folder)
         package = None
@@ -546,7 +547,7 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
         path: The path of the package.
         sources: Folders; anything else, such as a hub id, is ignored.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(as_path("path", path)))
     for source in sources:
         if not Path(source).is_dir():
             continue

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qsample.checks import check_count, from_keywords, plain
+from qsample.checks import as_path, check_count, from_keywords, plain
 from qsample.contract.interface import Interface
 from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
@@ -610,7 +610,7 @@ class CausalLM(ModelMethods):
                 context.
             PackageError: If the file cannot be written.
         """
-        path = Path(path)
+        path = as_path("path", path)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise PackageError(
                 f"cannot write {path}; give the path of a file in an existing folder"
