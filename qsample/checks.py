@@ -8,10 +8,12 @@ the accepted values.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 from qsample.errors import ArgumentError, shown, unknown
@@ -49,6 +51,21 @@ def checked_timeout(timeout: Any) -> float | None:
             f"timeout is {shown(timeout)}; give seconds, or None to wait as long as it takes"
         )
     return float(min(max(timeout, 0), threading.TIMEOUT_MAX))
+
+
+def as_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """A path that a caller gives.
+
+    Args:
+        name: The name of the argument.
+        value: The path as a text or an object.
+
+    Raises:
+        ArgumentError: It is an empty text, which `Path` would take for the current folder.
+    """
+    if value == "":
+        raise ArgumentError(f'{name} is empty; give a path (the current folder is ".")', name)
+    return Path(value)
 
 
 def plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from qsample.checkpoints.methods import stated_quantization
+from qsample.checks import as_path
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.package.disk.untrusted import leads_out, read_json, read_text
 
@@ -75,6 +76,8 @@ class HubOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        if self.cache_dir is not None:
+            as_path("cache_dir", self.cache_dir)
         for name, kind in get_type_hints(HubOptions).items():
             value = getattr(self, name)
             if not isinstance(value, kind):

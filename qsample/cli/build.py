@@ -92,7 +92,8 @@ class CheckpointOptions:
     ] = "auto"
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None
     adapter: Annotated[
-        str | None, typer.Option(help="LoRA adapter to merge: a folder or hub id.")
+        str | None,
+        typer.Option(metavar="FOLDER|ID", help="LoRA adapter to merge: a folder or hub id."),
     ] = None
     text_only: TextOnly = False
 

@@ -305,7 +305,7 @@ def _images(package: Package) -> str:
         for width, height in _IMAGE_SIZES:
             placeholders = processor.layout(width, height).placeholders
             tokens.append(f"{placeholders} for {width} x {height} pixels")
-        operators = _counts(_operators(package.path / "vision.onnx"))
+        operators = _counts(_operators(package.place / "vision.onnx"))
     except (OSError, QsampleError, ValueError) as error:
         # The readable parts of a damaged package are shown.
         return str(error)
@@ -362,7 +362,7 @@ def _rounding(package: Package) -> str:
     if compilation is not None and compilation.execution_providers[0] != CPU:
         return ""
     try:
-        return measured(package.path / "decoder.onnx").described()
+        return measured(package.place / "decoder.onnx").described()
     except QsampleError:
         # The readable parts of a damaged package are shown.
         return ""

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-from qsample.checks import check_fields, checked, choice, flag, integer, number, refuse
+from qsample.checks import as_path, check_fields, checked, choice, flag, integer, number, refuse
 from qsample.compiler.quantize import FLOAT, INT_BITS, PRESETS, entry_of_table
 from qsample.contract.tensors import (
     BLOCK_SIZES,
@@ -58,7 +58,10 @@ def _weights(name: str, value: Any) -> str | Mapping[str, str]:
 
 def _folder(name: str, value: Any) -> str | PathLike[str]:
     accepted = "the path of a new or empty folder, or None"
-    return value if isinstance(value, str | PathLike) else refuse(name, value, accepted)
+    if not isinstance(value, str | PathLike):
+        refuse(name, value, accepted)
+    as_path(name, value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Unpack
 
+from qsample.checks import as_path
 from qsample.contract.interface import CHOICES
 from qsample.errors import QsampleError
 from qsample.models.keywords import OpenKeywords, OpenOptions, read_keywords
@@ -89,6 +90,7 @@ class AutoModelForCausalLM:
                 exported without.
             TypeError: for an unknown keyword.
         """
+        as_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
         options = read_keywords(str(pretrained_model_name_or_path), keywords, images=cls._images)
         path = Path(package_in(Path(pretrained_model_name_or_path), options.provider))
         if os.path.isfile(path / MANIFEST_NAME):  # False if it is too long to be a path

@@ -26,6 +26,7 @@ from qsample.checkpoints.source import (
     identity_of,
     newest_commit,
 )
+from qsample.checks import as_path
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.extensions import SOURCES, load_extensions
@@ -63,6 +64,11 @@ class SourceRequest:
     images: bool | None = False
     text_only: bool = False
     hub: HubOptions = field(default_factory=HubOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "file", "gguf_file", "tokenizer", "adapter"):
+            if getattr(self, name) is not None:
+                as_path(name, getattr(self, name))
 
     def check_text_suffices(self) -> None:
         """Raise QsampleError if images have to be read: for kinds of files that hold only the

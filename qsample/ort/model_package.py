@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from qsample.checks import as_path
 from qsample.errors import PackageError, shown
 from qsample.package.disk.replace import check_replaceable, put_in_place
 from qsample.package.disk.scratch import scratch_for
@@ -58,7 +59,7 @@ def bundle(
             )
         variants[name] = package
     _check_same_model(variants)
-    target = Path(os.path.realpath(out))
+    target = Path(os.path.realpath(as_path("out", out)))
     _check_target(target, target, overwrite)
     size = sum(
         entry.bytes for package in variants.values() for entry in package.manifest.files.values()
@@ -122,7 +123,7 @@ def package_in(path: str | Path, provider: str | Sequence[str] | None = None) ->
     Raises:
         PackageError: A bundle has no such variant.
     """
-    folder = Path(path)
+    folder = as_path("path", path)
     variants = _variants(folder)
     if not variants:
         return path

@@ -187,7 +187,7 @@ def _measured_rounding(package: Package, place: Place, options: SessionOptions) 
     """How the decoder's products round here; None if that is unknown or not wanted."""
     if not (place.is_plain_cpu and options.batch_invariant):
         return None
-    return measured(package.path / DECODER, options.intra_op_num_threads, options.config)
+    return measured(package.place / DECODER, options.intra_op_num_threads, options.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ def _open_decoder(
     adds_logits = wanted != spec
     memory: AbstractContextManager[None]
     if place.device == "cpu":
-        weight_bytes = sum(file.stat().st_size for file in package.path.glob("decoder*.data"))
+        weight_bytes = sum(file.stat().st_size for file in package.place.glob("decoder*.data"))
         # Kernels lay the weights out anew, which takes half as much memory again.
         memory = in_huge_pages(weight_bytes * 3 // 2)
     else:
@@ -307,7 +307,7 @@ def _open_decoder(
             name = DECODER
         wanted = replace(wanted, outputs=(*wanted.outputs, *package.interface.prompt_outputs))
         check_interface(checked, wanted, _compiled_sizes(package), name)
-    release_pages(package.path / f"{DECODER}.data")
+    release_pages(package.place / f"{DECODER}.data")
     if place.device == "cpu":
         for session in decoder.sessions:
             give_back_after(session)
@@ -433,7 +433,7 @@ def open_vision(
     without_spinning = replace(options, config={**NO_SPINNING, **options.config})
     session = _GraphOpener(package, place.providers, without_spinning).open(VISION)
     check_interface(session, package.interface.vision, package.interface.sizes, VISION)
-    release_pages(package.path / f"{VISION}.data")
+    release_pages(package.place / f"{VISION}.data")
     return VisionSession(session)
 
 

@@ -11,19 +11,31 @@ import itertools
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
+from qsample.checks import as_path
 from qsample.contract.interface import CHOICES, Features, Interface
 from qsample.errors import PackageError, QsampleError
+from qsample.package.disk.pinned import PinnedFolder
 from qsample.package.disk.replace import check_replaceable, flush, put_in_place
 from qsample.package.disk.scratch import scratch_for
 from qsample.package.disk.source_files import SourceFiles, Version, version_of
 from qsample.package.disk.space import outside_scratch
-from qsample.package.disk.untrusted import leads_out, read_json, read_text, referenced_files
+from qsample.package.disk.untrusted import (
+    MAX_FILE_BYTES,
+    leads_out,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    referenced_files,
+)
 from qsample.package.manifest import (
     MANIFEST_NAME,
     MODEL_PACKAGE_NAME,
@@ -62,6 +74,8 @@ __all__ = [
 T = TypeVar("T")
 # The manifest of a model with a hundred layers has 50 kB.
 MAX_MANIFEST_BYTES: Final = 1 << 23
+# The largest tokenizer.json of a known model has 35 MB.
+_MAX_TEXT_BYTES: Final = 1 << 28
 # File browsers leave these in any folder.
 _FILE_BROWSER_NAMES: Final = (".DS_Store", "Thumbs.db", "desktop.ini")
 # The files of a package whose manifest cannot be read are recognised by these.
@@ -72,6 +86,8 @@ _OTHER_MODELS: Final = "in Python, AutoModelForCausalLM.from_pretrained opens ot
 # The largest number of attempts to read a package that is replaced meanwhile. On a busy machine,
 # ten may fail in a row.
 _MAX_READINGS: Final = 50
+# File systems round the times of files down to ticks of at most this length.
+_FILE_TIME_TICK_S: Final = 0.01
 
 # The versions of the manifest's file and of further files.
 _Identity = tuple[Version | None, ...]
@@ -87,12 +103,14 @@ class Package:
         identity: The version of the manifest's file when it was read, and for a package with a
             trusted signature the versions of all files; None if unknown.
         signer: The trusted signer; None if no signature was checked.
+        pinned: The folder that was verified; None if no signature was checked.
     """
 
     path: Path
     manifest: Manifest
     identity: _Identity | None = field(default=None, compare=False, repr=False)
     signer: Signer | None = field(default=None, compare=False, repr=False)
+    pinned: PinnedFolder | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.summary})"
@@ -115,20 +133,45 @@ class Package:
         not part of it."""
         return name in self.manifest.files
 
+    @property
+    def place(self) -> Path:
+        """The folder whose files are opened: `path`, or with a trusted signer the folder that was
+        verified, even if another has its name now."""
+        return self.path if self.pinned is None else self.pinned.path
+
     def file(self, name: str) -> Path:
-        """The path of the file `name`. Raises PackageError if the package has no such file."""
+        """The path of the file `name`, to be opened within `use_package` or `verified_again`.
+        Raises PackageError if the package has no such file."""
         if not self.has(name):
             raise PackageError(f"{self.path} has no file {name}")
-        return self.path / name
+        return self.place / name
+
+    def read_text(self, name: str, largest: int = _MAX_TEXT_BYTES) -> str:
+        """The text of the file `name`, in UTF-8. With a trusted signer, it is the signed text,
+        whenever it is read.
+
+        Raises PackageError if the package has no such file, or it is not UTF-8, has more than
+        `largest` bytes, or was altered."""
+        path = self.path / name
+        try:
+            content = read_bytes(self.file(name), largest)
+            text = content.decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise PackageError(f"cannot read {path}: {error}; export the package again") from error
+        is_signed = self.signer is not None
+        if is_signed and hashlib.sha256(content).hexdigest() != self.manifest.files[name].sha256:
+            raise _altered(path)
+        return text
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The JSON object in the file `name`; {} if the package has no such file. Raises
         PackageError for anything else."""
         if not self.has(name):
             return {}
+        text = self.read_text(name, MAX_FILE_BYTES)
         try:
-            data = read_json(self.file(name), infinities=True)
-        except (OSError, ValueError) as error:
+            data = parse_json(text, infinities=True)
+        except ValueError as error:
             raise PackageError(
                 f"cannot read {self.path / name}: {error}; export the package again"
             ) from error
@@ -140,7 +183,7 @@ class Package:
         """Raise PackageError if the file `name` is not ONNX, or refers to a file that the manifest
         does not list."""
         try:
-            check_references(self.path, name, self.manifest.files)
+            check_references(self.place, name, self.manifest.files)
         except (OSError, ValueError) as error:
             raise PackageError(
                 f"{self.path / name} is not an ONNX file: {error}; export the package again"
@@ -155,8 +198,44 @@ class Package:
         """Whether the package at `path` was replaced since it was read."""
         if self.identity is None:
             return False
-        files = () if self.signer is None else self.manifest.files
-        return self.identity != _identity(self.path, files)
+        if self.identity[:1] != _identity(self.path):
+            return True
+        return self.signer is not None and self.identity != _identity(
+            self.place, self.manifest.files
+        )
+
+    @contextmanager
+    def verified_again(self, name: str) -> Iterator[None]:
+        """Verify a graph that the body opens long after the package was read.
+
+        The graph and the files that it refers to are compared with the manifest in memory before
+        the body, and must be the same files after it.
+
+        Raises:
+            PackageError: They are not, for instance because the package was replaced.
+        """
+        with self.named():
+            try:
+                before = _verified(self.place, self.manifest, [name])
+                check_references(self.place, name, self.manifest.files)
+                parts = sorted(referenced_files(self.place / name))
+                before += _verified(self.place, self.manifest, parts)
+            except (PackageError, OSError, ValueError) as error:
+                raise self._no_longer(str(error)) from error
+            try:
+                yield
+            finally:
+                if before != _versions(self.place, [name]) + _versions(self.place, parts):
+                    raise self._no_longer(f"{self.path / name} was written to while it was opened")
+
+    def named(self) -> AbstractContextManager[None]:
+        """A context whose errors name `path` in place of `place`."""
+        return nullcontext() if self.pinned is None else self.pinned.named()
+
+    def _no_longer(self, reason: str) -> PackageError:
+        return PackageError(
+            f"{self.path} is no longer the package that was opened ({reason}); open it again"
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -256,7 +335,7 @@ def write_package(
     ...     (writer.directory / "decoder.onnx").write_bytes(graph)
     ...     writer.finish(manifest)
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(as_path("path", path)))
     check_target(target, target, overwrite)
     with scratch_for(target, required_bytes, "the package") as scratch:
         writer = PackageWriter(scratch.new, target)
@@ -310,13 +389,14 @@ def use_package(
         PackageError: The package is not intact, or is replaced over and over. `use` may raise other
             errors.
     """
-    folder = Path(path).absolute()
+    folder = as_path("path", path).absolute()
     for _ in range(_MAX_READINGS):
         before = _identity(folder)
         package = None
         try:
             package = _read(folder, before, verify, trusted_keys)
-            result = use(package)
+            with package.named():
+                result = use(package)
         except Exception:
             if _identity(folder) == before and (package is None or not package.is_replaced()):
                 raise
@@ -331,9 +411,51 @@ def use_package(
 def _identity(folder: Path, files: Iterable[str] = ()) -> _Identity | None:
     """The version of the package in a folder and of some of its files; None without a package."""
     manifest = version_of(folder / MANIFEST_NAME)
-    if manifest is None:
-        return None
-    return (manifest, *(version_of(folder / name, changed=True) for name in files))
+    return None if manifest is None else (manifest, *_versions(folder, files))
+
+
+def _versions(folder: Path, files: Iterable[str]) -> _Identity:
+    """The versions of files and of the folders between them and `folder`.
+
+    They change even if a file, or one of these folders, is replaced and put back. `folder` itself
+    may be replaced and put back if it is not pinned: outside of Linux, its own version is there,
+    too.
+    """
+    names = list(files)
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents} - {"."}
+    versions = [version_of(folder / name, changed=True) for name in (*names, *sorted(folders))]
+    if sys.platform != "linux":
+        versions += [version_of(folder, changed=True), version_of(folder.parent)]
+    return tuple(versions)
+
+
+def _let_time_pass() -> None:
+    """Wait until a change of a file gets another time than the changes so far."""
+    time.sleep(_FILE_TIME_TICK_S)
+
+
+def _verified(folder: Path, manifest: Manifest, names: Iterable[str]) -> _Identity:
+    """Compare files with the manifest, and return their versions. While they have these versions,
+    they are the files that were compared."""
+    files = list(names)
+    versions = _versions(folder, files)
+    _let_time_pass()
+    _check_hashes(folder, manifest, files)
+    return versions
+
+
+def _check_hashes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise PackageError if files are not the files of the manifest."""
+    for name in names:
+        check_file(folder, name, manifest.files[name])
+        if sha256_of(folder / name) != manifest.files[name].sha256:
+            raise _altered(folder / name)
+
+
+def _altered(path: Path) -> PackageError:
+    return PackageError(
+        f"{path} was altered: its sha256 is not the manifest's; export or download it again"
+    )
 
 
 def _read(
@@ -343,29 +465,43 @@ def _read(
     if not os.path.isdir(folder):
         state = "not a folder" if os.path.exists(folder) else "missing"
         raise PackageError(f"{folder} is {state}; give a package's folder ({_OTHER_MODELS})")
-    manifest, manifest_sha256 = _read_manifest(folder)
+    if trusted_keys is not None:
+        return _read_signed(folder, trusted_keys)
+    manifest, _ = _read_manifest(folder)
     for name, entry in manifest.files.items():
         check_file(folder, name, entry)
-    signer = None
-    if trusted_keys is not None:
-        identity = _identity(folder, manifest.files)
+    if verify:
+        _check_hashes(folder, manifest, manifest.files)
+    _check_graphs(folder, manifest)
+    return Package(folder, manifest, identity)
+
+
+def _read_signed(folder: Path, trusted_keys: TrustedKeys) -> Package:
+    """Read a package that one of the keys must have signed."""
+    pinned = PinnedFolder(folder)
+    place = pinned.path
+    with pinned.named():
+        before = _identity(place)
+        manifest, manifest_sha256 = _read_manifest(place)
+        for name, entry in manifest.files.items():
+            check_file(place, name, entry)
         stated = {name: entry.sha256 for name, entry in manifest.files.items()}
         stated[MANIFEST_NAME] = manifest_sha256
         hashes = {
-            name: stated.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)
+            name: stated.get(name) or sha256_of(place / name) for name in files_to_sign(place)
         }
-        signer = check_signature(folder, hashes, trusted_keys)
-    if verify or signer is not None:
-        for name, entry in manifest.files.items():
-            if sha256_of(folder / name) != entry.sha256:
-                raise PackageError(
-                    f"{folder / name} was altered: its sha256 is not the manifest's; export or download it again"
-                )
+        signer = check_signature(place, hashes, trusted_keys)
+        identity = (*(before or ()), *_verified(place, manifest, manifest.files))
+        _check_graphs(place, manifest)
+    return Package(folder, manifest, identity, signer, pinned)
+
+
+def _check_graphs(folder: Path, manifest: Manifest) -> None:
+    """Raise PackageError if a graph refers to a file that the manifest does not list."""
     for name in manifest.interface.graphs:
         # The reader of a graph reports a file that is not ONNX at all.
         with suppress(OSError, ValueError):
             check_references(folder, name, manifest.files)
-    return Package(folder, manifest, identity, signer)
 
 
 def _read_manifest(folder: Path) -> tuple[Manifest, str]:
@@ -411,7 +547,7 @@ def check_not_source(path: str | Path, *sources: str | Path) -> None:
         path: The path of the package.
         sources: Folders; anything else, such as a hub id, is ignored.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(as_path("path", path)))
     for source in sources:
         if not Path(source).is_dir():
             continue

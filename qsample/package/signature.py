@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
+from qsample.checks import as_path
 from qsample.errors import PackageError, QsampleError, install_hint, shown
 from qsample.package.disk.untrusted import parse_json, read_json
 
@@ -77,6 +78,8 @@ class _Trusted:
     def of(cls, trusted: TrustedKeys) -> _Trusted:
         """Read the keys and certificates. Raises ValueError or QsampleError for anything else."""
         given = [trusted] if isinstance(trusted, str | Path) else list(trusted)
+        for item in given:
+            as_path("trusted_keys", item)
         texts = [str(item) for item in given]
         accounts = [
             text.removeprefix(_SIGSTORE_PREFIX)

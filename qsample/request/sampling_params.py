@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from qsample.checks import (
+    as_path,
     check_fields,
     checked,
     integer,
@@ -545,7 +546,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     Raises ValueError for anything else.
     """
     if isinstance(config, str | Path):
-        path = Path(config)
+        path = as_path("generation_config", config)
         file = path / GENERATION_CONFIG_FILE if path.is_dir() else path
         try:
             config = read_json(file, infinities=True)

@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from qsample.checks import as_path
 from qsample.contract.arrays import Array, rounded
 from qsample.contract.interface import AdapterTarget, Interface, kind_of
 from qsample.errors import QsampleError, UnsupportedModelError, shown
@@ -65,13 +66,13 @@ def read_adapter(name: str, path: str | Path, interface: Interface) -> Adapter:
     `CausalLM.load_adapter`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"the adapter's name is {shown(name)}; give a text that is not empty")
-    if not interface.adapters:
-        raise ValueError(NO_ADAPTERS)
     if not isinstance(path, str | PathLike):
         raise ValueError(
             f"the path of adapter {shown(name)} is {shown(path)}; give the path of its folder"
         )
-    folder = Path(path)
+    folder = as_path("path", path)
+    if not interface.adapters:
+        raise ValueError(NO_ADAPTERS)
     for file in (CONFIG, WEIGHTS):
         if not os.path.isfile(folder / file):  # This is False for names that no file can have, too.
             raise QsampleError(

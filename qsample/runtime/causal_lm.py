@@ -15,13 +15,13 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
-from qsample.checks import check_count, from_keywords, plain
+from qsample.checks import as_path, check_count, from_keywords, plain
 from qsample.contract.interface import Interface
 from qsample.errors import ArgumentError, PackageError, shown
 from qsample.images.features import DEFAULT_CACHE_BYTES, VisionEncoder
 from qsample.ort.model_package import package_in
 from qsample.ort.options import SessionOptions
-from qsample.ort.session import Sessions, open_sessions
+from qsample.ort.session import VISION, Sessions, open_sessions
 from qsample.package.package import Package, faster_way, read_package, use_package
 from qsample.package.signature import TrustedKeys
 from qsample.progress import Progress, Stage, Stages
@@ -146,9 +146,11 @@ def load(
 
     def opened(package: Package) -> CausalLM:
         _check_ctx_len(package, chosen.ctx_len)
-        open_vision = partial(
-            VisionEncoder, package, chosen.image_cache_bytes, provider, chosen.sessions
-        )
+
+        def open_vision() -> VisionEncoder:
+            with package.verified_again(VISION):
+                return VisionEncoder(package, chosen.image_cache_bytes, provider, chosen.sessions)
+
         return CausalLM(
             package,
             open_sessions(package, provider, chosen.sessions),
@@ -608,7 +610,7 @@ class CausalLM(ModelMethods):
                 context.
             PackageError: If the file cannot be written.
         """
-        path = Path(path)
+        path = as_path("path", path)
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise PackageError(
                 f"cannot write {path}; give the path of a file in an existing folder"

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypedDict, Unpack
 
-from qsample.checks import check_count, checked_timeout, from_keywords
+from qsample.checks import as_path, check_count, checked_timeout, from_keywords
 from qsample.errors import (
     EngineClosedError,
     Failure,
@@ -96,6 +96,10 @@ class EngineOptions:
             )
         if isinstance(self.prefixes, str | Path):
             raise ValueError(f"prefixes is {shown(self.prefixes)}; give a list of files")
+        for path in self.prefixes:
+            as_path("prefixes", path)
+        if self.prefix_cache_dir is not None:
+            as_path("prefix_cache_dir", self.prefix_cache_dir)
 
 
 class Engine:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import helper
 
 from qsample.addons.trust.signing import sign
 from qsample.errors import PackageError, QsampleError
 from qsample.ort.model_package import bundle
 from qsample.package import package as package_module
+from qsample.package.disk.replace import exchange
 from qsample.package.package import read_package, use_package
 from qsample.package.signature import SIGNATURE_NAME, signer_of
-from tests.helpers.small_packages import write
+from tests.helpers.small_packages import FILES, write
 
 model_signing = pytest.importorskip("model_signing")
 from tests.helpers.signing_keys import authority, key_pair, signing_certificate  # noqa: E402
+
+
+@pytest.fixture
+def few_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that changes all the time is given up soon."""
+    monkeypatch.setattr(package_module, "_MAX_READINGS", 5)
 
 
 @pytest.fixture
@@ -179,6 +190,7 @@ def test_sigstore_asks_for_the_account(
     assert asked == [{"identity": "a@b.c", "oidc_issuer": "https://issuer"}]
 
 
+@pytest.mark.usefixtures("few_readings")
 def test_files_that_change_between_the_check_and_the_use(signed: tuple[Path, Path]) -> None:
     """Even if the name, the size and the time of the last writing are put back."""
     folder, public = signed
@@ -202,3 +214,126 @@ def test_files_that_change_between_the_check_and_the_use(signed: tuple[Path, Pat
     os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(PackageError, match="was replaced while it was in use"):
         opened.check_not_replaced()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins a folder")
+@pytest.mark.parametrize("around", [False, True])
+def test_a_folder_that_is_exchanged_and_put_back(
+    signed: tuple[Path, Path], tmp_path: Path, around: bool
+) -> None:
+    """While files are opened, another package has the name of the verified one."""
+    folder, public = signed
+    inner = tmp_path / "outer" / "package"
+    shutil.copytree(folder, inner)
+    other = tmp_path / "others" / "package"
+    shutil.copytree(folder, other)
+    for name in ("decoder.onnx", "tokenizer/extra.json"):
+        (other / name).write_bytes(b"x" * (other / name).stat().st_size)
+    names = (inner.parent, other.parent) if around else (inner, other)
+
+    def use(package: package_module.Package) -> list[bytes]:
+        assert exchange(*names)
+        try:
+            return [
+                package.file(name).read_bytes() for name in ("decoder.onnx", "tokenizer/extra.json")
+            ]
+        finally:
+            assert exchange(*names)
+
+    assert use_package(inner, use, trusted_keys=public) == [b"graph" * 1000, b"{}"]
+
+    def fail(package: package_module.Package) -> None:
+        raise PackageError(f"{package.file('decoder.onnx')} is what it is")
+
+    with pytest.raises(PackageError, match=f"^{re.escape(str(inner))}/decoder.onnx is what"):
+        use_package(inner, fail, trusted_keys=public)
+
+
+@pytest.mark.usefixtures("few_readings")
+@pytest.mark.parametrize("name", ["decoder.onnx", "tokenizer"])
+def test_an_entry_that_is_exchanged_and_put_back(
+    signed: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    folder, public = signed
+    other = tmp_path / "other"
+    if (folder / name).is_dir():
+        shutil.copytree(folder / name, other)
+    else:
+        other.write_bytes(b"x" * (folder / name).stat().st_size)
+
+    def use(package: package_module.Package) -> None:
+        for first, second in ((folder / name, other), (other, folder / name)):
+            first.rename(tmp_path / "aside")
+            second.rename(first)
+            (tmp_path / "aside").rename(second)
+            first, second = second, first
+
+    with pytest.raises(PackageError, match="replaced over and over"):
+        use_package(folder, use, trusted_keys=public)
+
+
+def test_texts_are_the_signed_ones_whenever_they_are_read(signed: tuple[Path, Path]) -> None:
+    folder, public = signed
+    name = "tokenizer/extra.json"
+    package = read_package(folder, trusted_keys=public)
+    unsigned = read_package(folder)
+    copied = pickle.loads(pickle.dumps(package))
+    assert (package.read_json(name), package.read_text(name)) == ({}, "{}")
+    (folder / name).write_text("[]")
+    for read in (package.read_json, package.read_text, copied.read_json):
+        with pytest.raises(PackageError, match=r"^/.*package/tokenizer/extra\.json was altered"):
+            read(name)
+    assert unsigned.read_text(name) == "[]"
+
+
+def test_a_graph_that_is_opened_late(signed: tuple[Path, Path]) -> None:
+    """The files of small_packages are no graphs, so this is one with weights in a file."""
+    folder, public = signed
+    weights = onnx.TensorProto(
+        name="w", dims=[1], data_type=onnx.TensorProto.UINT8, data_location=1
+    )
+    for key, value in (("location", "late.data"), ("offset", "0"), ("length", "1")):
+        weights.external_data.add(key=key, value=value)
+    graph = helper.make_graph([], "late", [], [], [weights])
+    files = {
+        **FILES,
+        "late.onnx": helper.make_model(graph).SerializeToString(),
+        "late.data": b"w",
+        "plain.onnx": helper.make_model(helper.make_graph([], "g", [], [])).SerializeToString(),
+    }
+    package = write(folder, files, overwrite=True)
+    for opened in (package, sign_and_read(package, folder, public)):
+        for name in ("late.onnx", "plain.onnx"):
+            with opened.verified_again(name):
+                assert opened.file(name).read_bytes() == files[name]
+        for name in ("late.onnx", "late.data"):
+            path = folder / name
+            path.write_bytes(files[name][:-1] + b"?")
+            with (
+                pytest.raises(PackageError, match=f"no longer the package .*{name} was altered"),
+                opened.verified_again("late.onnx"),
+            ):
+                pytest.fail("its body ran")
+            path.write_bytes(files[name])
+            with (
+                pytest.raises(PackageError, match=r"late\.onnx was written to while"),
+                opened.verified_again("late.onnx"),
+            ):
+                path.write_bytes(files[name])
+        with (
+            pytest.raises(ValueError, match="an error of the body"),
+            opened.verified_again("late.onnx"),
+        ):
+            raise ValueError("an error of the body")
+    # A new package that has the same graph is as good; one without it is not.
+    write(folder, files, overwrite=True)
+    with package.verified_again("late.onnx"):
+        pass
+    write(folder, overwrite=True)
+    with pytest.raises(PackageError, match="missing"), package.verified_again("late.onnx"):
+        pytest.fail("its body ran")
+
+
+def sign_and_read(package: package_module.Package, folder: Path, public: Path) -> Any:
+    sign(package.path, private_key=public.with_name("private.key"))
+    return read_package(folder, trusted_keys=public)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from qsample.addons.bake.conventions import refusal
 from qsample.checkpoints.source import HubOptions, check_links
+from qsample.checks import as_path
 from qsample.errors import QsampleError
 from qsample.package.disk.untrusted import problem_of_name, read_json, referenced_files
 from qsample.package.manifest import TokenIds
@@ -134,7 +135,7 @@ def locate(path: str | Path, file: str | None = None, *, hub: HubOptions | None 
     """Find the decoder of `path`, an .onnx file, a folder with such a file, or a hub id;
     QsampleError if it is missing, or if there are several. file: which of several, relative to the
     folder or repository."""
-    given = Path(path)
+    given = as_path("path", path)
     if given.is_file():
         if file is not None:
             raise QsampleError(f"{given} is a file already; leave file out, or give its folder")

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from qsample.addons.evaluate.windows import Window, cut_windows
-from qsample.checks import check_count, is_number
+from qsample.checks import as_path, check_count, is_number
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import INPUT_IDS, LENGTHS, LOGITS
 from qsample.errors import QsampleError, shown
@@ -253,7 +253,7 @@ def opened(given: Any, what: str) -> dict[Path, Package]:
     for entry in entries:
         package = getattr(entry, "package", entry)
         if isinstance(package, str | os.PathLike):
-            package = read_package(Path(package))
+            package = read_package(as_path(what, package))
         if not isinstance(package, Package):
             raise ValueError(
                 f"{shown(entry)} is not a {what}; give a package's folder, or the result of compile"

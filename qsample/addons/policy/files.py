@@ -27,6 +27,7 @@ from qsample.addons.policy.graphs import (
     build_token_sampler,
     sampler_ports,
 )
+from qsample.checks import as_path
 from qsample.contract.interface import GraphSpec
 from qsample.contract.tensors import VOCAB, TensorSpec
 from qsample.errors import PackageError, shown, unknown
@@ -91,7 +92,7 @@ def write_policy(
         files[artifact] = _as_bytes(graph.model)
     text = yaml.safe_dump({"components": components}, sort_keys=False)
     files[COMPONENTS] = text.encode()
-    return _write(Path(out), files, overwrite=overwrite)
+    return _write(as_path("out", out), files, overwrite=overwrite)
 
 
 def replace_sampler(
@@ -121,7 +122,7 @@ def replace_sampler(
             other ports.
     """
     _check_contract(contract)
-    folder = Path(package)
+    folder = as_path("package", package)
     path = folder / METADATA
     try:
         text = read_text(path, _MAX_METADATA_BYTES)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from qsample.checks import as_path
 from qsample.errors import PackageError
 from qsample.package.disk.replace import file_aside
 from qsample.package.signature import SIGNATURE_NAME, error_line, signing_library
@@ -40,6 +41,11 @@ def sign(
         PackageError: A key or a certificate cannot be used, or the signature cannot be written.
         QsampleError: The library `model-signing` is not installed.
     """
+    for name, given in (("private_key", private_key), ("certificate", certificate)):
+        if given is not None:
+            as_path(name, given)
+    for given in certificate_chain:
+        as_path("certificate_chain", given)
     library = signing_library()
     path = folder / SIGNATURE_NAME
     if path.exists() and not overwrite:

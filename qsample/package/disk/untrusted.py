@@ -144,11 +144,16 @@ def read_text(path: Path, largest: int = MAX_FILE_BYTES) -> str:
         OSError: The file cannot be read.
         ValueError: It is not a plain file, too large, or not UTF-8.
     """
+    return read_bytes(path, largest).decode("utf-8")
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """Read a plain file of at most `largest` bytes; raises as `read_text` does."""
     with open_plain(path) as file:
         content = file.read(largest + 1)
     if len(content) > largest:
         raise ValueError(f"it is larger than {largest >> 20} MiB")
-    return content.decode("utf-8")
+    return content
 
 
 def open_plain(path: str | Path) -> BinaryIO:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from qsample.checks import as_path
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError, QsampleError
 from qsample.package.disk.scratch import ScratchFolder
@@ -163,7 +164,7 @@ class TokenGrammar:
         Raises:
             PackageError: the disk is full, or the folder cannot be written to.
         """
-        path = Path(path)
+        path = as_path("path", path)
         content = self.to_bytes()
         try:
             with (
@@ -206,8 +207,9 @@ class TokenGrammar:
         Raises:
             QsampleError: the file cannot be read, is damaged, or of another format.
         """
+        file_path = as_path("path", path)
         try:
-            with open_plain(Path(path)) as file:
+            with open_plain(file_path) as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             raise QsampleError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from qsample.checks import check_fields, checked, flag, instance, refuse
-from qsample.errors import PackageError, shown
+from qsample.errors import shown
 from qsample.package.package import Package
 from qsample.request.text.conversation import REASONING_FIELDS, check_messages, is_parts, plain
 from qsample.request.text.jinja_template import render_template
@@ -158,7 +158,7 @@ class ChatTemplates:
             folder, _, file = path.partition("/")
             if folder == TEMPLATE_FOLDER and file.endswith(".jinja"):
                 files[file.removesuffix(".jinja")] = path
-        templates: Any = {name: _read(package, file) for name, file in files.items()}
+        templates: Any = {name: package.read_text(file) for name, file in files.items()}
         if not templates:
             templates = config.get("chat_template")
         reads_images = package.interface.image is not None
@@ -311,14 +311,6 @@ def _mark_end(message: dict[str, Any], name: str) -> str:
         if message.get(same_field) == value:
             message[same_field] = value + _END_MARK
     return value
-
-
-def _read(package: Package, name: str) -> str:
-    path = package.file(name)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PackageError(f"cannot read {path}: {error}; export the package again") from error
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:

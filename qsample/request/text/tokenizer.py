@@ -80,11 +80,11 @@ class Tokenizer:
         """The package's tokenizer, or None. Raises PackageError if it is damaged."""
         if not package.has(TOKENIZER_FILE):
             return None
-        path = package.file(TOKENIZER_FILE)
+        text = package.read_text(TOKENIZER_FILE)
         try:
-            tokenizer = _Tokenizer.from_file(str(path))
+            tokenizer = _Tokenizer.from_str(text)
         except BaseException as error:
-            _raise_failure(f"cannot read {path}", error)
+            _raise_failure(f"cannot read {package.path / TOKENIZER_FILE}", error)
             raise
         return cls(tokenizer, ChatTemplates.of(package), package.interface.vocab_size)
 
