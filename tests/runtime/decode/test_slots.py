@@ -625,7 +625,7 @@ def test_states_that_are_unloaded_do_not_change_with_the_slot(
         start(slots, model, 0, first, FREE)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_recurrent_states_that_are_unloaded_do_not_change_with_the_slot(
     exported: Callable[..., Path],
 ) -> None:
