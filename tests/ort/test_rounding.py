@@ -114,6 +114,33 @@ def test_planted_kernels(
     assert found.unknown == (() if expected else (words,))
 
 
+@pytest.mark.parametrize("count", [1, 4, None], ids=["one row", "four rows", "always"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_kernels_that_give_no_numbers(
+    count: int | None, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN equals nothing, not even itself; an infinity that comes for some numbers of rows only differs as well."""
+
+    class Session:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, _: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+            rows = next(array for name, array in feeds.items() if name.startswith("rows")).copy()
+            if count in (len(rows), None):
+                rows[-1, 0] = value
+            return [rows, feeds["logits"]]
+
+    monkeypatch.setattr(module, "open_session", Session)
+    monkeypatch.setattr(module, "_measured", module._measured.__wrapped__)
+    found = measured(decoder(tmp_path, quantized(4, 32, 256, 192)), 1)
+    assert (found.products, len(found.unknown)) == {
+        1: (RowCounts(2), 0),
+        4: (ANY_ROWS, 1),
+        None: (ANY_ROWS, 1),
+    }[count]
+
+
 EVERY = set(module._MEASURED_ROW_COUNTS)
 ALIKE: dict[RowCounts | None, set[int]] = {
     ANY_ROWS: EVERY,
