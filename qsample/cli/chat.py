@@ -212,6 +212,7 @@ class Conversation:
     def start_with(self, messages: list[dict[str, Any]]) -> None:
         """Continue a conversation that may begin with a system prompt."""
         self.forgotten = 0
+        self.retries = 0
         if messages[0]["role"] == "system":
             self.system = messages[0]["content"]
             self.turns = messages[1:]
@@ -234,6 +235,7 @@ class Conversation:
         """
         turns_before = self.turns
         forgotten_before = self.forgotten
+        retries_before = self.retries
         is_answered = bool(self.turns) and self.turns[-1]["role"] == "assistant"
         self.retries = self.retries + 1 if text is None and is_answered else 0
         if text is None:
@@ -248,6 +250,7 @@ class Conversation:
         except BaseException:
             self.turns = turns_before
             self.forgotten = forgotten_before
+            self.retries = retries_before
             raise
         if text is not None:
             self.images = []

@@ -33,6 +33,7 @@ from qsample.contract.tensors import (
     SEARCHED_ROWS,
 )
 from qsample.errors import CompileError
+from qsample.graph.compare import largest_difference, largest_finite
 from qsample.graph.join import return_logits, split_at_logits
 from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.graph.weights import load_graph
@@ -101,6 +102,8 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
     own_logits = plan.quantized and texts[0][0].logits.size > 0
     portable = texts if own_logits else _with_portable_logits(texts, plan, model)
+    _check_numbers(texts, "compiled")
+    _check_numbers(portable, "portable")
     got = np.concatenate([call.tokens for text in texts for call in text])
     wanted = [
         _sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)
@@ -133,8 +136,8 @@ def _check_scores(device: GraphRunner, plan: CompilePlan, rows: int) -> None:
     parameters = scores_of_last_tokens(ids, lengths, scored_ids)
     results = device.step(ids, lengths, device.start(rows), parameters)
     error = error_of_scores(results, scored_ids)
-    most = _MAX_RELATIVE_ERROR * max(1.0, float(np.abs(results[LOGITS.name]).max()))
-    if not error <= most:
+    most = _MAX_RELATIVE_ERROR * max(1.0, largest_finite(results[LOGITS.name]))
+    if not error <= most:  # NaN must not pass
         raise CompileError(
             f"self-test failed: the compiled graph's prompt_logprobs differ from the log-softmax of its logits by "
             f"{error:.3g}, more than {most:.3g}; export the model without prompt_logprobs"
@@ -232,6 +235,17 @@ def _sampled(
     return tokens
 
 
+def _check_numbers(texts: Sequence[Text], graph: str) -> None:
+    """Raise CompileError if a logit is NaN or +inf, or if none of a row is finite: two graphs may choose the same token
+    of such logits. graph: the name of the graph in the message."""
+    for number, call in enumerate(call for text in texts for call in text):
+        if call.logits.size and not np.isfinite(call.logits.max(-1)).all():
+            raise CompileError(
+                f"self-test failed: the {graph} graph's logits in call {number} are not numbers; take another dtype, or "
+                "export the model again"
+            )
+
+
 def _compare_logits(texts: Sequence[Text], portable: Sequence[Text]) -> None:
     """Raise CompileError if the logits differ by more than float32 rounds: few tokens show a mistake in few weights."""
     pairs = [
@@ -242,8 +256,9 @@ def _compare_logits(texts: Sequence[Text], portable: Sequence[Text]) -> None:
     ]
     if not pairs:  # sessions return none
         return
-    error = float(np.max([np.abs(got - wanted) for got, wanted in pairs]))
-    most = _MAX_RELATIVE_ERROR * max(1.0, float(np.max([np.abs(wanted) for _, wanted in pairs])))
+    # Python's max would lose a NaN that is not the first.
+    error = float(np.max([largest_difference(*pair) for pair in pairs]))
+    most = _MAX_RELATIVE_ERROR * max(1.0, largest_finite(*(wanted for _, wanted in pairs)))
     if not error <= most:  # NaN must not pass
         raise CompileError(
             f"self-test failed: the compiled graph's logits differ from the portable graph's by {error:.3g}, more than "

@@ -94,7 +94,7 @@ def compile_package(
             )
             figures = {"divergence": asdict(divergence), **(compilation.quantization or {})}
             compilation = replace(compilation, quantization=figures)
-            if not divergence.kl.value <= options.max_divergence:  # NaN must not pass
+            if not divergence.is_within(options.max_divergence):
                 kept = writer.put_aside() if np.isfinite(divergence.kl.value) else None
                 refused = _too_far_off(divergence, plan, kept)
                 if kept is None:

@@ -16,6 +16,7 @@ import numpy as np
 from qsample.compiler.trial import Step, write
 from qsample.contract.arrays import Array
 from qsample.contract.tensors import LOGITS
+from qsample.errors import CompileError
 from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package
 from qsample.request.text.chat import ChatOptions
@@ -145,6 +146,8 @@ def write_text(
         vocab_size: the number of tokens from which a random first token is drawn.
         seed: the seed of all random numbers.
         progress: a function that is called with the fraction done, in (0, 1].
+
+    Raises CompileError if the graph gives logits of which no token can be chosen: NaN, +inf, or none that is finite.
     """
     rng = np.random.default_rng(seed)
     first = np.tile(np.array(opening.ids, np.int64), (rows, 1))
@@ -155,6 +158,11 @@ def write_text(
     ended = [0] * rows  # turns
 
     def choose(results: Mapping[str, Array]) -> Array:
+        if not np.isfinite(results[LOGITS.name].max(-1)).all():
+            raise CompileError(
+                "the float model gives logits that are not numbers, so no text can be written to measure or fit "
+                "quantized weights and caches; export the model again"
+            )
         chosen = sampled(results[LOGITS.name] / np.float32(opening.temperature), rng)
         scored = np.array([not queue for queue in waiting])
         for row, queue in enumerate(waiting):

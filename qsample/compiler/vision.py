@@ -24,6 +24,7 @@ from qsample.contract.arrays import DTYPES, Array
 from qsample.contract.tensors import GRID, PIXEL_VALUES
 from qsample.errors import CompileError
 from qsample.exporters.parity import TOLERANCES, rounded_up
+from qsample.graph.compare import largest_finite
 from qsample.graph.save import save_graph
 from qsample.graph.vision import furthest, give_features_as, vision_session
 from qsample.graph.weights import load_graph, widen_weights
@@ -68,9 +69,7 @@ def compare_vision(plan: CompilePlan, published: Package) -> dict[str, Any]:
     got = [_as_float32(session.features(*image)) for image in images]
     error = float(np.max([furthest(*pair) for pair in zip(got, wanted, strict=True)]))
     exact = plan.interface.dtype == "float32" and not _stored_in_float16(plan)
-    most = TOLERANCES["float32" if exact else "float16"] * max(
-        1.0, *(float(np.abs(rows).max()) for rows in wanted)
-    )
+    most = TOLERANCES["float32" if exact else "float16"] * max(1.0, largest_finite(*wanted))
     cosine = min(_cosine(*pair) for pair in zip(got, wanted, strict=True))
     if not error <= most:  # NaN must not pass
         raise CompileError(

@@ -24,6 +24,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import CAPACITY, LOGITS
 from qsample.errors import ParityError, UnsupportedModelError
 from qsample.graph import gqa
+from qsample.graph.compare import largest_difference, largest_finite
 from qsample.graph.gqa import narrow_windows
 from qsample.graph.join import return_logits
 from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
@@ -159,10 +160,7 @@ class Compared(NamedTuple):
     def error(self) -> float:
         """The largest difference; NaN if either side holds a NaN. Equal infinities do not
         differ."""
-        with np.errstate(invalid="ignore"):
-            return float(
-                np.where(self.got == self.wanted, 0.0, np.abs(self.got - self.wanted)).max()
-            )
+        return largest_difference(self.got, self.wanted)
 
 
 class Difference(NamedTuple):
@@ -289,10 +287,7 @@ def compare(
 ) -> Difference:
     """How far the graph's logits are from the original's, over all calls of the `parts` by name;
     else as `check`."""
-    wanted = np.concatenate(
-        [np.abs(call.wanted).ravel() for calls in parts.values() for call in calls]
-    )
-    scale = float(np.max(wanted, initial=0.0, where=np.isfinite(wanted)))
+    scale = largest_finite(*(call.wanted for calls in parts.values() for call in calls))
     # Python's max would lose a NaN that is not the first.
     error = float(np.max([call.error for calls in parts.values() for call in calls]))
     relative = TOLERANCES[dtype] if tolerance is None else tolerance
@@ -409,7 +404,7 @@ def _compare_states(states: Mapping[str, Compared], relative: float) -> None:
     """Raise ParityError if one of the `states` by name differs by more than `relative` of its
     largest number."""
     for name, state in states.items():
-        most = relative * float(np.abs(state.wanted).max(initial=0.0))
+        most = relative * largest_finite(state.wanted)
         if not state.error <= most:  # NaN must not pass
             raise ParityError(
                 f"the exported graph's state {name} after a prompt, a padded chunk and a step differs by "

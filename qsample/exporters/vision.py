@@ -25,6 +25,7 @@ from qsample.errors import ParityError
 from qsample.exporters.lowering import fill_placeholders
 from qsample.exporters.parity import TOLERANCES, rounded_up
 from qsample.exporters.trace import trace
+from qsample.graph.compare import largest_finite
 from qsample.graph.save import MAX_INLINE_BYTES
 from qsample.graph.vision import compute_in_float32, furthest, give_features_as, vision_session
 from qsample.graph.weights import narrow_weights, save_beside
@@ -93,7 +94,7 @@ def compare_vision(
     `write_vision`."""
     images = [module.image(*size) for size in (_TILE_SIZES if module.by_tiles else _FEATURE_SIZES)]
     wanted = list(_features(model, module, images))
-    scale = max(float(np.abs(rows).max()) for rows in wanted)
+    scale = largest_finite(*wanted)
     most = TOLERANCES[dtype] * max(1.0, scale)
 
     def error(level: ort.GraphOptimizationLevel | None = None) -> float:

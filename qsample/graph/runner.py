@@ -31,6 +31,7 @@ from qsample.contract.tensors import (
     SEQUENCE,
     retained_name,
 )
+from qsample.graph.compare import largest_difference
 from qsample.graph.edit import all_initializers, ancestors
 from qsample.graph.moe import QUANTIZED_OP_TYPE
 from qsample.graph.operators import is_matmul_nbits
@@ -226,10 +227,8 @@ def error_of_scores(results: Mapping[str, Array], scored_ids: Array) -> float:
     largest = logits.max(axis=-1, keepdims=True)
     logprobs = logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
     wanted = np.take_along_axis(logprobs, scored_ids[:, None], axis=-1)
-    scores = results[PROMPT_LOGPROBS.name]
-    with np.errstate(invalid="ignore"):
-        # Tokens that the model masks have equal infinities.
-        return float(np.where(scores == wanted, 0.0, np.abs(scores - wanted)).max())
+    # Tokens that the model masks have equal infinities.
+    return largest_difference(results[PROMPT_LOGPROBS.name], wanted)
 
 
 def serialized(model: ir.Model, folder: Path) -> tuple[bytes, Path]:

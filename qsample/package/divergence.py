@@ -3,6 +3,7 @@ to the manifest."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -69,10 +70,15 @@ class Divergence:
             perplexity_ratio=Estimate(**figures["perplexity_ratio"]),
         )
 
+    def is_within(self, limit: float) -> bool:
+        """Whether the divergence is a number that is at most `limit`, in nats for each token. NaN and
+        infinity, as of a graph that gives no numbers, are within no limit."""
+        return math.isfinite(self.kl.value) and self.kl.value <= limit
+
     @property
     def far(self) -> bool:
-        """Whether the user should know of the divergence; a divergence of NaN counts as well."""
-        return not self.kl.value <= FAR
+        """Whether the user should know of the divergence."""
+        return not self.is_within(FAR)
 
     def __str__(self) -> str:
         kl = f"KL {self.kl.value:.3g} nats a token ({self.kl.low:.3g} to {self.kl.high:.3g})"

@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError, UnsupportedModelError
 from tests.helpers.tiny_models import random_model, save_checkpoint
 
@@ -88,6 +89,34 @@ def test_tokenizers(tmp_path: Path) -> None:
         UnsupportedModelError, match=r"transformers makes no model of its config\.json"
     ):
         _ = Checkpoint(configured(tmp_path, num_attention_heads=3)).tokenizer
+
+
+def test_the_tokenizer_of_another_repository_is_not_read_at_the_revision_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def loaded(name: str, *, revision: str | None, **options: Any) -> object:
+        asked.append(revision)
+        return object()
+
+    def others(name: str, hub: HubOptions, **options: Any) -> None:
+        asked.append(hub.revision)
+
+    monkeypatch.setattr(checkpoint_module.AutoTokenizer, "from_pretrained", loaded)
+    monkeypatch.setattr(checkpoint_module, "check_exists", others)
+    monkeypatch.setattr(
+        checkpoint_module, "keep_own_parts", lambda tokenizer, name, hub: others(name, hub)
+    )
+    hub = HubOptions(revision="v2")
+    save_checkpoint(tmp_path / "checkpoint", "llama")
+    for given, expected in (("auto", ["v2", "v2"]), ("me/another", [None, "main", None])):
+        asked.clear()
+        checkpoint = Checkpoint(str(tmp_path / "checkpoint"), hub=hub, tokenizer=given)
+        _ = checkpoint.config
+        asked.clear()
+        _ = checkpoint.tokenizer
+        assert asked == expected
 
 
 def test_weights_that_do_not_fit_the_configuration(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qsample import AutoModelForCausalLM
+from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.checkpoints.merge_lora import find_adapter, merge_adapter
 from qsample.checkpoints.source import HubOptions
@@ -76,6 +78,27 @@ def test_a_weight_that_comes_with_the_adapter_is_the_base(tmp_path: Path) -> Non
     np.testing.assert_allclose(
         model.get_submodule(path).weight.detach().numpy() - before, product + 1, atol=1e-5
     )
+
+
+def test_an_adapter_is_not_read_at_the_revision_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another repository; the other options of the hub go for it, too."""
+    files = save_adapter(tmp_path / "adapter", lora_pair("model.layers.0.mlp.up_proj", 96, 64))
+    asked: list[tuple[str, HubOptions]] = []
+
+    def find(name: str, hub: HubOptions) -> tuple[Path, Path]:
+        asked.append((name, hub))
+        return files
+
+    def exists(name: str, hub: HubOptions, *, file: str) -> None:
+        asked.append((name, hub))
+
+    monkeypatch.setattr(checkpoint_module, "find_adapter", find)
+    monkeypatch.setattr(checkpoint_module, "check_exists", exists)
+    hub = HubOptions(revision="v2", token="secret", local_files_only=True, cache_dir=tmp_path)
+    assert Checkpoint("some/model", hub=hub, adapter="some/adapter").adapter_files == files
+    assert asked == [("some/adapter", replace(hub, revision=None))] * 2
 
 
 def test_a_checkpoint_is_loaded_with_its_adapter(tmp_path: Path) -> None:

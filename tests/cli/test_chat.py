@@ -323,6 +323,52 @@ def test_a_conversation_goes_on_when_the_context_is_full(
     )
 
 
+def test_a_loaded_conversation_is_answered_as_in_a_new_chat(
+    package: Package, requests: list[Any]
+) -> None:
+    """Whatever was said before: a system prompt, a full context, answers that were given again."""
+    model = load(package.path, ctx_len=128)
+    options = {"seed": 3, "max_new_tokens": 9}
+    saved = [
+        [user("one"), assistant("two")],
+        [{"role": "system", "content": "S"}, user("one"), assistant("two"), user("three")],
+        [user("a" * 20), assistant("b" * 20), user("c" * 20), assistant("d" * 20)],
+    ]
+    with Engine(model, slots=1) as engine:
+        used = Conversation(model, engine, options, {}, system="be kind")
+        for said in saved:
+            for number in range(8):
+                used.ask(str(number) * 12, lambda text: None)
+            used.ask(None, lambda text: None)
+            used.ask(None, lambda text: None)
+            assert used.forgotten
+            asked = len(requests)
+            new = Conversation(model, engine, options, {})
+            for conversation in (used, new):
+                conversation.start_with(said)
+                for text in (None, "and", None):
+                    conversation.ask(text, lambda text: None)
+            again, plain = requests[asked : asked + 3], requests[asked + 3 :]
+            assert [one[:2] for one in again] == [one[:2] for one in plain]
+            assert [one[2].result().token_ids for one in again] == [
+                one[2].result().token_ids for one in plain
+            ]
+            assert (used.messages, used.forgotten) == (new.messages, new.forgotten)
+
+
+def test_a_question_that_fails_does_not_count_the_answers_anew(
+    package: Package, requests: list[Any]
+) -> None:
+    """The answer that is given again after it has a seed of its own."""
+    model = load(package.path, ctx_len=128)
+    with Engine(model, slots=1) as engine:
+        conversation = Conversation(model, engine, {"seed": 3, "max_new_tokens": 9}, {})
+        for text in ("hello", None, None, "x" * 300, None):
+            with suppress(TurnError):
+                conversation.ask(text, lambda text: None)
+    assert [options["seed"] for _, options, _ in requests] == [3, 4, 5, 6]
+
+
 def test_a_question_that_does_not_fit_forgets_nothing(say: Any, requests: list[Any]) -> None:
     status, _, err = say(
         f"one\n{'x' * 100}\n{'y' * 200}\ntwo", "--max-new-tokens", "2", "--ctx-len", "192"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qsample.contract.interface import Features
+from qsample.contract.interface import Features, Interface, KeyValueShape, RecurrentShape
 from qsample.errors import ArgumentError
 
 
@@ -46,3 +46,27 @@ def test_equal_features_compare_as_equal() -> None:
     assert Features(filters=["dry", "top_a"]) == Features(filters=("top_a", "dry"))  # type: ignore[arg-type]
     assert Features(max_loras=0, max_lora_rank=8) == Features()
     assert Features(max_loras=2).max_lora_rank == 16
+
+
+def window(layer: int, capacity: int | None) -> KeyValueShape:
+    return KeyValueShape(1, 8, layer, capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("capacities", "whole_up_to"),
+    [
+        ((), -1),
+        ((None, None), -1),
+        ((40,), 40),
+        ((30, 40), 30),
+        ((40, 30), 30),
+        ((None, 40, 30, 50, None), 30),
+    ],
+)
+def test_a_row_is_whole_up_to_the_smallest_of_its_windows(
+    capacities: tuple[int | None, ...], whole_up_to: int
+) -> None:
+    key_values = tuple(window(layer, capacity) for layer, capacity in enumerate(capacities))
+    assert Interface(9, key_values).whole_up_to == whole_up_to
+    state = RecurrentShape(len(capacities), "conv_state", 0, (2, 3), "float32")
+    assert Interface(9, key_values, recurrent=(state,)).whole_up_to == -1

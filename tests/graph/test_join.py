@@ -8,17 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from qsample.graph.join import (
     append_sampler,
     append_scorer,
+    choice_of_position,
     cut_at_logits,
     return_logits,
     split_at_logits,
+    takes_scorer,
 )
 from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.package.package import read_package
 from qsample.sampler.scores import build_scores
+from tests.helpers.small_graphs import small_graph
 
 CAPACITY = 24
 PARAMETERS = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
@@ -119,3 +123,91 @@ def test_a_graph_cut_off_at_its_logits_has_no_sampler(llama_package: Path) -> No
         value.name for value in model.graph.inputs
     }
     assert not {"If", "TopK", "CumSum"} & {node.op_type for node in model.graph}
+
+
+HEAD = """model (int64[B,S] input_ids, int32[B] input_lengths, float[B] bias, float[B,S,4] other, int64[B,1,4] place,
+    float[9,4] table, float[4,9] weights, float[8,9] twice, int64[1] axis, int64[2] axes, int64[3] wide, float[1] one)
+    => (float[B,9] logits) {
+    states = Gather (table, input_ids)
+    lengths = Cast <to = 7> (input_lengths)
+    column = Unsqueeze (lengths, axes)
+    index = Expand (column, wide)
+    row = Unsqueeze (lengths, axis)
+"""
+CONSTANTS = {
+    "table": np.ones((9, 4), np.float32),
+    "weights": np.ones((4, 9), np.float32),
+    "twice": np.ones((8, 9), np.float32),
+    "axis": np.array([1]),
+    "axes": np.array([1, 2]),
+    "wide": np.array([1, 1, 4]),
+    "one": np.ones(1, np.float32),
+}
+LAST = "last = GatherElements <axis = 1> (states, index)\n chosen = Squeeze (last, axis)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (f"{LAST} logits = MatMul (chosen, weights)", "last"),
+        ("last = GatherND <batch_dims = 1> (states, row)\n logits = MatMul (last, weights)", "last"),
+        (f"{LAST} scaled = Mul (chosen, one)\n logits = MatMul (scaled, weights)", "last"),
+        # The nearest of two.
+        (
+            f"""first = GatherElements <axis = 1> (other, index)
+            more = Add (states, first)
+            {LAST.replace("states", "more")} logits = MatMul (chosen, weights)""",
+            "last",
+        ),
+        # A second way leads from the tokens to the logits: behind the choice, beside it, from another input.
+        (
+            f"""{LAST} mean = ReduceMean <keepdims = 0> (states, axis)
+            both = Add (chosen, mean)\n logits = MatMul (both, weights)""",
+            None,
+        ),
+        (
+            f"""first = GatherElements <axis = 1> (other, index)\n one_more = Squeeze (first, axis)
+            {LAST} both = Concat <axis = 1> (chosen, one_more)\n logits = MatMul (both, twice)""",
+            None,
+        ),
+        (
+            f"""{LAST} column_bias = Unsqueeze (bias, axis)\n product = MatMul (chosen, weights)
+            logits = Add (product, column_bias)""",
+            None,
+        ),
+        (
+            f"""{LAST} product = MatMul (chosen, weights)\n length = Cast <to = 1> (row)
+            logits = Div (product, length)""",
+            None,
+        ),
+        # No choice of a position: along another axis, at a place that the lengths do not say, none at all.
+        (
+            """last = GatherElements <axis = 2> (states, index)\n chosen = ReduceMax <keepdims = 0> (last, axis)
+            logits = MatMul (chosen, weights)""",
+            None,
+        ),
+        (
+            """last = GatherElements (states, index)\n chosen = ReduceMax <keepdims = 0> (last, axis)
+            logits = MatMul (chosen, weights)""",
+            None,
+        ),
+        (
+            """last = GatherElements <axis = 1> (states, place)\n chosen = Squeeze (last, axis)
+            logits = MatMul (chosen, weights)""",
+            None,
+        ),
+        ("last = GatherND (states, row)\n logits = MatMul (last, weights)", None),
+        (
+            "chosen = ReduceMean <keepdims = 0> (states, axis)\n logits = MatMul (chosen, weights)",
+            None,
+        ),
+    ],
+)
+def test_the_choice_of_a_position_is_the_only_way_to_the_logits(
+    body: str, expected: str | None
+) -> None:
+    model = small_graph(f"{HEAD}{body}\n}}", constants=CONSTANTS)
+    (logits,) = model.graph.outputs
+    found = choice_of_position(logits)
+    assert (None if found is None else found.name) == expected
+    assert takes_scorer(model) == (expected is not None)

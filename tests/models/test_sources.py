@@ -11,6 +11,7 @@ import pytest
 import qsample
 from qsample.addons.bake.source import DecoderSource
 from qsample.addons.formats.gguf.source import GgufSource
+from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError
 from qsample.models import sources
 from qsample.models.sources import (
@@ -70,3 +71,25 @@ def test_a_folder_with_files_of_both_kinds_is_of_gguf(
 def test_unknown_keywords_of_bake(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="bake has no argument 'revison'; did you mean 'revision'"):
         qsample.bake(tmp_path, revison="main")  # type: ignore[call-arg]
+
+
+def test_the_revision_is_of_the_model_and_of_no_other_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, HubOptions] = {}
+
+    def identity(name: str, hub: HubOptions, file: str) -> list[Any]:
+        asked[name] = hub
+        return [name]
+
+    monkeypatch.setattr(sources, "identity_of", identity)
+    hub = HubOptions(revision="v2", token="secret", local_files_only=True)
+    others = HubOptions(token="secret", local_files_only=True)
+    source = CheckpointSource(model_id="me/m", tokenizer="me/t", adapter="me/a", hub=hub)
+    found = source.identity()
+    assert [found[name] for name in ("model", "tokenizer", "adapter")] == [
+        ["me/m"],
+        ["me/t"],
+        ["me/a"],
+    ]
+    assert asked == {"me/m": hub, "me/t": others, "me/a": others}

@@ -114,6 +114,77 @@ def test_planted_kernels(
     assert found.unknown == (() if expected else (words,))
 
 
+@pytest.mark.parametrize("count", [1, 4, None], ids=["one row", "four rows", "always"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_kernels_that_give_no_numbers(
+    count: int | None, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN equals nothing, not even itself; an infinity that comes for some numbers of rows only differs as well."""
+
+    class Session:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, _: object, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+            rows = next(array for name, array in feeds.items() if name.startswith("rows")).copy()
+            if count in (len(rows), None):
+                rows[-1, 0] = value
+            return [rows, feeds["logits"]]
+
+    monkeypatch.setattr(module, "open_session", Session)
+    monkeypatch.setattr(module, "_measured", module._measured.__wrapped__)
+    found = measured(decoder(tmp_path, quantized(4, 32, 256, 192)), 1)
+    assert (found.products, len(found.unknown)) == {
+        1: (RowCounts(2), 0),
+        4: (ANY_ROWS, 1),
+        None: (ANY_ROWS, 1),
+    }[count]
+
+
+EVERY = set(module._MEASURED_ROW_COUNTS)
+ALIKE: dict[RowCounts | None, set[int]] = {
+    ANY_ROWS: EVERY,
+    RowCounts(2): EVERY - {1},
+    RowCounts(2, 2): {count for count in EVERY if count % 2 == 0},
+    None: {5},
+}
+
+
+@pytest.mark.parametrize("kind", ["products", "adapters", "experts"])
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((RowCounts(2, 2), ANY_ROWS), RowCounts(2, 2)),
+        ((ANY_ROWS, RowCounts(2, 2)), RowCounts(2, 2)),
+        ((RowCounts(2), RowCounts(2, 2), ANY_ROWS), RowCounts(2, 2)),
+        ((RowCounts(2), None, ANY_ROWS), RowCounts(2)),
+    ],
+)
+def test_the_numbers_of_rows_suit_all_products_of_a_kind(
+    kind: str,
+    counts: tuple[RowCounts | None, ...],
+    expected: RowCounts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever of them asks for more, the first or the last; the other kinds are left as they are."""
+    operator = "MoE" if kind == "experts" else "MatMul"
+    products = [
+        Product(operator, "float32", ((8 * (index + 1), 16),), ("float32",), given=kind == "adapters")
+        for index in range(len(counts))
+    ]
+    measured_of = dict(zip(products, counts, strict=True))
+
+    def outputs(sorted_products: list[Product], _: object) -> module._Outputs:
+        return module._Outputs([ALIKE[measured_of[one]] for one in sorted_products], "")
+
+    monkeypatch.setattr(module._Outputs, "of", staticmethod(outputs))
+    found = module._measured.__wrapped__(frozenset(products), None, ())
+    others = {"products", "adapters", "experts"} - {kind}
+    assert getattr(found, kind) == expected
+    assert {getattr(found, other) for other in others} == {ANY_ROWS}
+    assert len(found.unknown) == counts.count(None)
+
+
 def test_numbers_of_rows() -> None:
     assert [RowCounts().cover(n) for n in (1, 2, 3)] == [1, 2, 3]
     assert [RowCounts(3).cover(n) for n in (1, 3, 4)] == [3, 3, 4]

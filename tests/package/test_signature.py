@@ -112,6 +112,22 @@ def test_other_files_and_a_manifest_that_was_written_anew_are_refused(
     refused("is not signed: it has no model.sig")
 
 
+def test_a_link_to_a_folder_is_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its files could change, or more of them come, without a change of the package."""
+    folder, public = signed
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "more.json").write_text("{}")
+    for link in (folder / "linked", folder / "tokenizer" / "linked"):
+        for target in (tmp_path / "elsewhere", folder / "tokenizer"):
+            link.symlink_to(target)
+            with pytest.raises(PackageError, match=r"linked is not a plain file; a signed package"):
+                read_package(folder, trusted_keys=public)
+            with pytest.raises(QsampleError, match=r"linked' because it is a symlink"):
+                sign(folder, private_key=tmp_path / "keys" / "private.key", overwrite=True)
+            link.unlink()
+    read_package(folder, trusted_keys=public)
+
+
 def test_other_signers_are_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:
     folder, public = signed
     another_private, another = key_pair(tmp_path / "another")

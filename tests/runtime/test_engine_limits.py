@@ -136,6 +136,30 @@ def test_a_drained_engine_has_finished_all_requests(
         assert request.done
 
 
+def test_an_engine_is_not_drained_while_its_last_request_is_finished(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is asked only then, when the request counts as running no more."""
+    begun, goes_on = threading.Event(), threading.Event()
+    finished = Request.finish
+
+    def slowly(self: Request, reason: str) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        finished(self, reason)
+
+    monkeypatch.setattr(Request, "finish", slowly)
+    with Engine(model, slots=1) as engine:
+        request = engine.add_request([5], max_new_tokens=2)
+        assert begun.wait(60)
+        assert engine.stats().running == 0
+        assert not engine.drain(0.01)
+        assert not request.done
+        goes_on.set()
+        assert engine.drain(60)
+        assert request.done
+
+
 def test_nothing_is_kept_of_a_request_with_a_deadline_and_a_function(
     fake_model: Callable[..., CausalLM], only_new_garbage: None
 ) -> None:

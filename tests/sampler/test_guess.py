@@ -244,6 +244,27 @@ def _allows(inputs: Mapping[str, Array], row: int, state: int, place: int, token
     return after_token(given, state_in_time(given, total), token) >= 0
 
 
+def test_a_row_with_a_mask_does_not_guess() -> None:
+    """Whichever word forbids a token: one or more, the first or the last, its lowest bit or its highest."""
+    text = [1, 2, 3, 4] * 5
+    every = np.uint32(0xFFFFFFFF)
+    masks = [
+        (every, every),
+        (every, every - 1),
+        (every - 1, every),
+        (every, every >> 1),
+        (every >> 1, every),
+        (every - 1, every >> 1),
+        (np.uint32(0), every),
+        (every, np.uint32(0)),
+        (np.uint32(0), np.uint32(0)),
+        (every, every),
+    ]
+    words = np.array(masks, np.uint32).view(np.int32)
+    found = guesses(step([text] * len(masks), features(allowed_tokens=True), allowed_tokens=words))
+    assert [bool(ids) for ids in found] == [True, *[False] * 8, True]
+
+
 def test_rows_that_do_not_guess() -> None:
     text = [1, 2, 3, 4] * 5
     chosen = features(allowed_tokens=True, filters=("mirostat", "adaptive_p"))

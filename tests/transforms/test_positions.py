@@ -54,13 +54,16 @@ def test_each_row_has_its_own_positions_inside_a_call_only(model_type: str) -> N
     context, model = DecodeContext(), random_model(model_type)
     alone = positions_read(model, torch.ones(1, 12, dtype=torch.int64))[0]
     tables = {name for name, _ in model.named_modules() if name.endswith("embed_positions")}
-    for _ in range(2):
-        use_row_positions(model, context)
+    # A model may be exported again; the positions are those of the last export.
+    earlier = DecodeContext()
+    for one in (earlier, context, context):
+        use_row_positions(model, one)
     wrapped = {name for name, part in model.named_modules() if isinstance(part, RowPositions)}
     assert wrapped == tables
     ids = torch.ones(2, 3, dtype=torch.int64)
     torch.testing.assert_close(positions_read(model, ids)[0], alone[:3])
     context.positions = torch.tensor([[4, 5, 6], [9, 10, 11]])
+    earlier.positions = torch.tensor([[1, 2, 3], [0, 1, 2]])
     torch.testing.assert_close(positions_read(model, ids), alone[context.positions])
 
 

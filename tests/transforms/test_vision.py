@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.vision_utils import (
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
@@ -16,7 +17,15 @@ from transformers.vision_utils import (
 )
 
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.vision import places_of_patches, resampled, vision_module, windows_of
+from qsample.transforms import vision
+from qsample.transforms.vision import (
+    Windows,
+    attention,
+    places_of_patches,
+    resampled,
+    vision_module,
+    windows_of,
+)
 from tests.helpers.tiny_vlms import random_vlm
 
 GRIDS = [(4, 6), (2, 14), (10, 8), (16, 16), (6, 2)]
@@ -87,3 +96,41 @@ def test_the_axes_that_images_decide(model_type: str, shape: tuple[int, ...], fr
     module = vision_module(random_vlm(model_type))
     assert tuple(module.example["pixel_values"].shape) == shape
     assert free in module.free
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_each_query_head_attends_with_the_key_head_of_its_group(
+    heads: int, key_heads: int, windowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' own attention, which repeats each key head for the query heads next to each other."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, 5, 8, generator=generator) for count in (heads, key_heads, key_heads)
+    )
+    mask = torch.zeros(1, 1, 5, 5)
+    windows = None
+    if windowed:
+        patches = torch.tensor([[3, 0, 0], [1, 4, 2]])
+        held = torch.tensor([[True, True, False], [True, True, True]])
+        windows = Windows(patches, held, torch.tensor([1, 3, 5, 0, 4]))
+        mask = torch.full((1, 1, 5, 5), -torch.inf)
+        for patch in ([3, 0], [1, 4, 2]):
+            for row in patch:
+                mask[..., row, patch] = 0
+    monkeypatch.setattr(vision, "_multi_head", multi_head)
+    found, _ = attention(SimpleNamespace(), query, key, value, None, 0.3, windows)
+    layer = SimpleNamespace(num_key_value_groups=heads // key_heads, training=False)
+    wanted, _ = eager_attention_forward(layer, query, key, value, mask, 0.3)
+    torch.testing.assert_close(found, wanted)
+
+
+def multi_head(
+    states: list[torch.Tensor], heads: int, scale: float | None, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """ONNX Runtime's MultiHeadAttention, by its documentation."""
+    query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in states)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale
+    )
+    return attended.transpose(1, 2).flatten(2)

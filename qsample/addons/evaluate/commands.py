@@ -208,8 +208,8 @@ class LimitOptions:
                 if limit is None:
                     continue
                 figure = getattr(differences, name)
-                fails = figure < limit if name == "agreement" else not figure <= limit
-                if fails:
+                passes = figure >= limit if name == "agreement" else figure <= limit
+                if not passes:  # NaN does not
                     failures.append(f"{form}: {name} is {figure:.3g}, and the limit is {limit:g}")
         return failures
 

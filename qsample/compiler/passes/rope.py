@@ -365,8 +365,9 @@ def _tables(
             continue
         positions = [start + step for start in starts for step in range(length)]
         pairs = zip(compute(starts, length), table, strict=True)
-        if any(
-            abs(computed - by_position[positions]).max() > _TOLERANCE
+        # NaN must not pass.
+        if not all(
+            abs(computed - by_position[positions]).max() <= _TOLERANCE
             for computed, by_position in pairs
         ):
             return None

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 import qsample
-from qsample.contract.interface import Features
+from qsample.addons.bake.source import DecoderSource
+from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.source import HubOptions
+from qsample.contract.interface import Features, Interface
 from qsample.errors import ParityError
 
 Decoder = Callable[[str], tuple[Path, str | None]]
@@ -33,6 +36,24 @@ def baked(
         decoder(kind)[0], out, features=Features(sampler=False), reference=str(checkpoint)
     ).package
     return dict(package.manifest.parity or {})
+
+
+def test_the_reference_is_not_read_at_the_revision_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, HubOptions]] = []
+
+    def compare(checkpoint: Checkpoint, *arguments: Any) -> dict[str, Any]:
+        asked.append((checkpoint.model_id, checkpoint.hub))
+        return {}
+
+    monkeypatch.setattr("qsample.exporters.huggingface_reference.compare_with_checkpoint", compare)
+    monkeypatch.setattr("qsample.addons.bake.bake.bake", lambda source, path, options, **_: options)
+    hub = HubOptions(revision="v2", token="secret")
+    source = DecoderSource(model_id="me/file", hub=hub, reference="me/checkpoint")
+    options: Any = source.write_package(tmp_path, Features(), overwrite=False, progress=None)
+    options.compare(tmp_path, Interface(8, ()), None)
+    assert asked == [("me/checkpoint", HubOptions(token="secret"))]
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@ stays for text."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,32 @@ def test_text_and_steps_read_memory_that_stays() -> None:
     memory.swap_rows(0, 1)
     memory.begin(1, None)
     assert step["position_offsets"].read()[:, 0].tolist() == [[21, 22, 23], [0, 0, 0]]
+
+
+def test_the_rows_of_two_images_are_swapped_and_begun_anew() -> None:
+    """A row that moves takes its offsets with it, and one that begins keeps none of its predecessor."""
+    images, _ = make_prompt()
+    assert images.offsets is not None
+    other = replace(images, offsets=images.offsets + 100)
+    memory = make_inputs()
+    step = memory.of_step(range(ROWS))
+
+    def rows() -> list[list[int]]:
+        return [row.tolist() for row in step["position_offsets"].read()[:, 0]]
+
+    memory.begin(0, images)
+    memory.begin(1, other)
+    assert rows() == [[21, 22, 23], [121, 122, 123]]
+    memory.swap_rows(0, 1)
+    assert rows() == [[121, 122, 123], [21, 22, 23]]
+    memory.swap_rows(1, 0)
+    assert rows() == [[21, 22, 23], [121, 122, 123]]
+    memory.swap_rows(1, 1)
+    assert rows() == [[21, 22, 23], [121, 122, 123]]
+    memory.begin(0, replace(images, offsets=None))
+    assert rows() == [[0, 0, 0], [121, 122, 123]]
+    memory.begin(1, None)
+    assert rows() == [[0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(("dtype", "numbers"), [("float16", np.float16), ("bfloat16", np.uint16)])

@@ -20,6 +20,7 @@ from qsample.runtime.decode import slots as slots_module
 from qsample.runtime.decode.prefix_file import PrefixPart
 from qsample.runtime.decode.slots import NewestTokens, Slots, Snapshot
 from tests.helpers import fake_reference
+from tests.helpers.fake_images import ROWS
 from tests.helpers.fake_package import POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt
 from tests.helpers.sessions import with_step_rows
@@ -602,3 +603,41 @@ def test_states_that_are_unloaded_are_loaded_elsewhere(exported: Callable[..., P
     slots.load(1, [last, PrefixPart(0, 12, first)])
     for name, values in slots.unload(1, 0, 20).items():
         np.testing.assert_array_equal(values, states[name])
+
+
+@pytest.mark.parametrize("options", [{}, {"image": ROWS}], ids=["text", "images"])
+def test_states_that_are_unloaded_do_not_change_with_the_slot(
+    options: dict[str, Any], fake_model: Callable[..., CausalLM]
+) -> None:
+    """They are copies: a file of a prefix is written after its slot has got another prompt."""
+    model = fake_model(**options)
+    slots = Slots(model.sessions, 2, CAPACITY)
+    first, second = [*range(20, 30)], [*range(60, 75)]
+    start(slots, model, 0, first, FREE)
+    for begin_at, end in ((0, 10), (3, 7)):
+        states = slots.unload(0, begin_at, end)
+        kept = {name: values.copy() for name, values in states.items()}
+        start(slots, model, 0, second, FREE)
+        step(slots, 3)
+        for name, values in states.items():
+            np.testing.assert_array_equal(values, kept[name])
+            assert not np.array_equal(slots.unload(0, begin_at, end)[name], values)
+        start(slots, model, 0, first, FREE)
+
+
+@pytest.mark.slow
+def test_recurrent_states_that_are_unloaded_do_not_change_with_the_slot(
+    exported: Callable[..., Path],
+) -> None:
+    model = load(exported("lfm2", include_sampler=False), ctx_len=CAPACITY)
+    slots = Slots(model.sessions, 2, CAPACITY, saved_states=1)
+    start(slots, model, 0, [*range(20, 30)], FREE)
+    slots.saved.save(0, 0)
+    states, saved = slots.unload(0, 0, 10), slots.unload(0, 0, 10, place=0)
+    kept = {name: values.copy() for name, values in states.items()}
+    start(slots, model, 0, [*range(60, 75)], FREE)
+    slots.saved.save(0, 0)
+    for name in kept:
+        np.testing.assert_array_equal(states[name], kept[name])
+        np.testing.assert_array_equal(saved[name], kept[name])
+        assert not np.array_equal(slots.unload(0, 0, 10)[name], kept[name])
