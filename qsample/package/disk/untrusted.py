@@ -94,7 +94,7 @@ def path_below(folder: str | Path, name: str) -> Path | None:
 
     The text of `name` decides first, then each link on the way, and nothing beyond a link that
     leads out is looked at. So the answer does not tell what exists elsewhere, as a way out of the
-    folder and back would (`../secret/../adapters`, `/proc/self/root/srv/adapters`).
+    folder and back would (`../secret/../adapters`, `/proc/self/cwd/adapters`).
 
     Raises:
         OSError: a link cannot be read.

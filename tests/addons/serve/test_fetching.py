@@ -121,7 +121,10 @@ def server(internet: Internet, tmp_path_factory: pytest.TempPathFactory) -> Iter
     package = fake_package(tmp_path_factory.mktemp("fetching") / "package", image=ROWS)
     hosts = [argument for name in NAMES for argument in ("--allowed-media-domains", name)]
     options = ("--threads", "1", "--slots", "2", "--max-image-bytes", str(MAX_BYTES))
-    with ServerProcess(package.path, *options, *hosts, environment=internet.environment) as running:
+    # Proxies of the environment are not used: nobody answers there.
+    proxies = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+    environment = {**internet.environment, **proxies}
+    with ServerProcess(package.path, *options, *hosts, environment=environment) as running:
         yield running
 
 
