@@ -310,6 +310,29 @@ def test_answers_do_not_tell_what_exists_elsewhere(
     shutil.rmtree(there)
 
 
+def test_names_are_no_paths(server: ServerProcess, folder: Path) -> None:
+    """Of models, templates, scripts and adapters: a file that exists, and one that does not, have the same answer."""
+    messages = [{"role": "user", "content": "x"}]
+    (folder.parent / "there.txt").write_text("x")
+    answers = []
+    for name in ("there.txt", "never.txt"):
+        path = str(folder.parent / name)
+        quoted = path.replace("/", "%2f")
+        chat = {"messages": messages, "max_tokens": 1}
+        asked = [
+            server.client.post("/v1/completions", json={"model": path, "prompt": "x"}),
+            server.client.post("/v1/chat/completions", json={**chat, "chat_template": path}),
+            server.client.get(f"/v1/models/{quoted}"),
+            server.client.get(f"/docs/..{quoted}"),
+            server.client.get(f"/markdown/{quoted}"),
+            post(server, "unload", lora_name=path),
+            post(server, "load", lora_name="new", lora_path="judges", base_model_name=path),
+        ]
+        assert {answer.status_code for answer in asked} <= {400, 404}
+        answers.append([answer.text.replace(name, "NAME") for answer in asked])
+    assert answers[0] == answers[1]
+
+
 def test_errors_name_folders_in_the_words_of_the_client(
     server: ServerProcess, folder: Path
 ) -> None:
