@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qsample import progress
 from qsample.progress import (
     Progress,
     Stage,
@@ -111,12 +112,24 @@ def test_seconds_are_those_of_the_stage() -> None:
 
 
 @linux
-def test_memory_is_sampled_within_a_stage_and_bytes_are_the_systems(tmp_path: Path) -> None:
+def test_memory_is_sampled_within_a_stage_and_bytes_are_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled, sample = threading.Semaphore(0), progress._Record.sample_memory
+
+    def noted(record: progress._Record) -> None:
+        sample(record)
+        sampled.release()
+
+    monkeypatch.setattr(progress._Record, "sample_memory", noted)
     before = bytes_written()
     with metered(None) as meter:
         meter("holding", 0.1)
         held = np.ones(HELD // 8)
-        time.sleep(0.3)
+        while sampled.acquire(blocking=False):
+            pass
+        # The first of the samples may have begun before.
+        assert all(sampled.acquire(timeout=120) for _ in range(2))
         del held
         meter("writing", 0.5)
         with (tmp_path / "file").open("wb") as file:

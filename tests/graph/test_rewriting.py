@@ -77,11 +77,11 @@ def test_two_threads_leave_the_matcher_as_it_was() -> None:
     def fuse() -> None:
         with operators_first():
             opened.set()
-            closed.wait(10)
+            closed.wait(120)
 
     thread = threading.Thread(target=fuse)
     thread.start()
-    opened.wait(10)
+    opened.wait(120)
     threading.Timer(0.1, closed.set).start()
     with operators_first():
         assert closed.is_set()

@@ -10,6 +10,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+TERM = (-1, 1)  # days from now, in which a certificate is valid
+
 
 def key_pair(
     folder: Path, curve: ec.EllipticCurve | None = None, password: bytes | None = None
@@ -31,23 +33,27 @@ def key_pair(
     return private, public
 
 
-def authority(folder: Path, name: str) -> tuple[Any, x509.Certificate, Path]:
+def authority(
+    folder: Path, name: str, term: tuple[int, int] = TERM
+) -> tuple[Any, x509.Certificate, Path]:
     """The key of a certificate authority, its certificate, and the certificate's file."""
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     own = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    certificate = _certificate(own, own, key.public_key(), key, authority=True)
+    certificate = _certificate(own, own, key.public_key(), key, term, authority=True)
     path = folder / f"{name}.pem"
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     return key, certificate, path
 
 
-def signing_certificate(private: Path, issuer: tuple[Any, x509.Certificate, Path]) -> Path:
+def signing_certificate(
+    private: Path, issuer: tuple[Any, x509.Certificate, Path], term: tuple[int, int] = TERM
+) -> Path:
     """The file of a certificate for the key in the file `private`."""
     key: Any = serialization.load_pem_private_key(private.read_bytes(), None)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a publisher")])
     certificate = _certificate(
-        name, issuer[1].subject, key.public_key(), issuer[0], authority=False
+        name, issuer[1].subject, key.public_key(), issuer[0], term, authority=False
     )
     path = private.with_name("certificate.crt")
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -55,7 +61,7 @@ def signing_certificate(private: Path, issuer: tuple[Any, x509.Certificate, Path
 
 
 def _certificate(
-    subject: Any, issuer: Any, public: Any, key: Any, *, authority: bool
+    subject: Any, issuer: Any, public: Any, key: Any, term: tuple[int, int], *, authority: bool
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     usage = dict.fromkeys(
@@ -74,8 +80,8 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now + datetime.timedelta(days=term[0]))
+        .not_valid_after(now + datetime.timedelta(days=term[1]))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .add_extension(
             x509.KeyUsage(

@@ -194,7 +194,7 @@ def test_pieces_overlap(models: list[CausalLM], monkeypatch: pytest.MonkeyPatch)
         if name == "qsample-part-1" and len(calls) == 2:
             second_piece.set()
         if name == "qsample-part-2" and len(calls) == 1:
-            assert second_piece.wait(30)
+            assert second_piece.wait(120)
         run(self, wait=wait)
 
     wanted = models[0].generate(PROMPTS[2], PARAMS[2]).token_ids

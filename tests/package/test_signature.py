@@ -167,14 +167,16 @@ def test_what_cannot_be_a_key(signed: tuple[Path, Path], tmp_path: Path) -> None
             read_package(folder, trusted_keys=wrong)
 
 
-def test_certificates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("term", [(-1, 1), (-300, -200), (200, 300)])
+def test_certificates(tmp_path: Path, term: tuple[int, int]) -> None:
+    """Today's date does not matter: the term of a certificate may have ended, and a clock may be wrong."""
     folder = write(tmp_path / "package").path
     root, stranger = (
-        authority(tmp_path / "roots", "root"),
-        authority(tmp_path / "strangers", "root"),
+        authority(tmp_path / "roots", "root", term),
+        authority(tmp_path / "strangers", "root", term),
     )
     private, public = key_pair(tmp_path / "keys")
-    own = signing_certificate(private, root)
+    own = signing_certificate(private, root, term)
     sign(folder, private_key=private, certificate=own, certificate_chain=[root[2]])
     signer = read_package(folder, trusted_keys=tmp_path / "roots").signer
     assert signer is not None

@@ -119,7 +119,7 @@ def test_requests_that_come_while_others_are_guided_harm_nobody(
         def items(self) -> Any:
             for item in super().items():
                 at_work.set()
-                added.wait(5)
+                added.wait(120)
                 yield item
 
     with Engine(fake_model(allowed_tokens=True), slots=2) as engine:

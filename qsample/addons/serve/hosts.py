@@ -13,12 +13,16 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches a server that listens on an address.
+
+    Args:
+        address: the address that the socket has. Texts such as `127.1`, and names of this machine,
+            become one when the socket is bound.
+    """
+    ip = ipaddress.ip_address(address)
+    inner = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return ip.is_loopback or (inner is not None and inner.is_loopback)
 
 
 def is_allowed(header: str, allowed: Collection[str] = ()) -> bool:

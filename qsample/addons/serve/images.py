@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
@@ -27,7 +26,7 @@ import httptools
 from qsample.addons.serve.http import ApiError
 from qsample.errors import shown
 from qsample.images.messages import check_base64, decode_data_url
-from qsample.package.disk.untrusted import open_plain
+from qsample.package.disk.untrusted import open_plain, path_below
 from qsample.request.text.conversation import IMAGE_TYPES
 
 # OpenAI's details. Each is read as "auto".
@@ -41,9 +40,58 @@ _REDIRECT_STATUSES: Final = (301, 302, 303, 307, 308)
 _MAX_HEAD_BYTES: Final = 2**16
 _READ_BYTES: Final = 2**16
 _HTTPS_PORT: Final = 443
+_FETCH_ERRORS: Final = (
+    OSError,
+    ssl.SSLError,
+    httptools.HttpParserError,
+    # It is no HttpParserError: the host takes the connection for another protocol.
+    httptools.HttpParserUpgrade,
+    ValueError,
+)
 _REQUEST_TARGET: Final = re.compile(r"/[!-~]*")
-# The last 32 bits are an IPv4 address (RFC 6052).
-_NAT64_NETWORK: Final = ipaddress.ip_network("64:ff9b::/96")
+# These blocks have no public hosts. They are those of the registry that
+# are not globally reachable (RFC 6890), multicast, and anycast addresses of relays, which no host has:
+# https://www.iana.org/assignments/iana-ipv4-special-registry
+# Python's own tables age with Python.
+_SPECIAL_IPV4: Final = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "0.0.0.0/8",  # RFC 791
+            "10.0.0.0/8",  # RFC 1918
+            "100.64.0.0/10",  # RFC 6598
+            "127.0.0.0/8",  # RFC 1122
+            "169.254.0.0/16",  # RFC 3927
+            "172.16.0.0/12",  # RFC 1918
+            "192.0.0.0/24",  # RFC 6890
+            "192.0.2.0/24",  # RFC 5737
+            "192.88.99.0/24",  # RFC 7526, RFC 6751
+            "192.168.0.0/16",  # RFC 1918
+            "198.18.0.0/15",  # RFC 2544
+            "198.51.100.0/24",  # RFC 5737
+            "203.0.113.0/24",  # RFC 5737
+            "224.0.0.0/4",  # RFC 5771
+            "240.0.0.0/4",  # RFC 1112
+        ),
+    )
+)
+# Of IPv6, IANA gives public addresses from this block only (RFC 4291).
+_PUBLIC_IPV6: Final = ipaddress.IPv6Network("2000::/3")
+# https://www.iana.org/assignments/iana-ipv6-special-registry, and tunnels to IPv4 addresses.
+_SPECIAL_IPV6: Final = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            "2001::/23",  # RFC 2928; it contains Teredo's tunnels (RFC 4380)
+            "2001:db8::/32",  # RFC 3849
+            "2002::/16",  # RFC 3056 (6to4)
+            "3fff::/20",  # RFC 9637
+        ),
+    )
+)
+# In networks without IPv4, DNS has these addresses for hosts that only have an IPv4 address, which
+# is the last 32 bits (RFC 6052, RFC 6147).
+_NAT64_NETWORK: Final = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def take_addresses(
@@ -183,7 +231,7 @@ class MediaReader:
             case _:
                 return await self._fetch_in_time(address)
 
-    def _path(self, address: str) -> Path:
+    def _path(self, address: str) -> str:
         """The path of a file: address. `_read_file` checks that it is below `folder`."""
         parts = urlsplit(address)
         path = unquote(parts.path)
@@ -197,19 +245,19 @@ class MediaReader:
                 "an image's file: address has another host, or .. in its path; "
                 "give the file's own path"
             )
-        return Path(path)
+        return path
 
     def _read_file(self, address: str) -> bytes:
         assert self.folder is not None
-        path = os.path.realpath(self._path(address))
         # The answer is the same for every fault, because it must tell nothing of other files.
         error = _refused(
             f"{address:.100} is no plain file of at most {self.max_bytes} bytes below the allowed "
             "folder"
         )
-        if not Path(path).is_relative_to(os.path.realpath(self.folder)):
-            raise error
         try:
+            path = path_below(self.folder, self._path(address))
+            if path is None:
+                raise error
             with open_plain(path) as file:
                 content = file.read(self.max_bytes + 1)
         except (OSError, ValueError):
@@ -251,7 +299,7 @@ class MediaReader:
                     f"{address:.100} did not come within {_MAX_FETCH_SECONDS:g} seconds; "
                     "send a data URL"
                 ) from None
-            except (OSError, ssl.SSLError, httptools.HttpParserError, ValueError) as error:
+            except _FETCH_ERRORS as error:
                 raise _refused(
                     f"{address:.100} cannot be fetched ({type(error).__name__}); send a data URL"
                 ) from None
@@ -303,6 +351,11 @@ class MediaReader:
                     break
                 parser.feed_data(piece)
                 num_received += len(piece)
+                if not answer.is_body and num_received > _MAX_HEAD_BYTES:
+                    raise _refused(
+                        f"an answer of {host} has more than {_MAX_HEAD_BYTES} bytes before its "
+                        "image; send a data URL"
+                    )
                 if (
                     num_received > self.max_bytes + _MAX_HEAD_BYTES
                     or len(answer.body) > self.max_bytes
@@ -312,7 +365,8 @@ class MediaReader:
                         "give a smaller one"
                     )
         finally:
-            writer.close()
+            # A proper end of TLS would wait for the host, and read what it still sends.
+            writer.transport.abort()
         has_length = answer.headers.keys() & {b"content-length", b"transfer-encoding"}
         if not answer.is_complete and has_length:
             raise _refused(f"an image of {host} ended early; send a data URL")
@@ -329,11 +383,17 @@ class _Answer:
 
     def __init__(self) -> None:
         self.headers: dict[bytes, bytes] = {}
+        self.is_body = False
         self.body = bytearray()
         self.is_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+        # After the body come trailers, which nobody reads.
+        if not self.is_body:
+            self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        self.is_body = True
 
     def on_body(self, body: bytes) -> None:
         self.body += body
@@ -351,35 +411,31 @@ def _system_context() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
+@cache
+def _lookup_threads() -> ThreadPoolExecutor:
+    """Threads of their own: without an answer, a look-up holds its thread for a minute, and nothing
+    else may wait for that."""
+    return ThreadPoolExecutor(_MAX_FETCHES_AT_ONCE, thread_name_prefix="qsample-lookups")
+
+
 async def _resolve(host: str) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, _HTTPS_PORT, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, _HTTPS_PORT, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_lookup_threads(), look_up)
     return [str(socket_address[0]) for *_, socket_address in found]
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the internet.
+    """Whether an IP address may be one of a public host, after IANA's registries.
 
-    Addresses of this machine, of private networks and of links do not, nor do IPv6 addresses that
-    stand for such an IPv4 address (mapped, 6to4, Teredo, NAT64).
+    Addresses of this machine, of private networks and of links are not, nor are IPv6 addresses that
+    stand for an IPv4 address, except NAT64's of a public IPv4 address.
     """
     try:
-        ip: Any = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if ip.version == 6:
-        if not all(inner.is_global for inner in _inner_addresses(ip)):
-            return False
-        if ip.ipv4_mapped is not None:
-            return True
-    return bool(ip.is_global and not ip.is_multicast)
-
-
-def _inner_addresses(ip: ipaddress.IPv6Address) -> list[Any]:
-    """The IPv4 addresses that an IPv6 address stands for."""
-    inner: list[Any] = [ip.ipv4_mapped, ip.sixtofour]
-    if ip.teredo is not None:
-        inner += ip.teredo
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in network for network in _SPECIAL_IPV4)
     if ip in _NAT64_NETWORK:
-        inner.append(ipaddress.ip_address(int(ip) & 0xFFFFFFFF))
-    return [address for address in inner if address is not None]
+        return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    return ip in _PUBLIC_IPV6 and not any(ip in network for network in _SPECIAL_IPV6)

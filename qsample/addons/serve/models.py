@@ -35,7 +35,7 @@ from qsample.images.decode import ImageLimits
 from qsample.images.messages import images_in
 from qsample.images.prompt import ProcessedImage
 from qsample.images.worker import ImageWorker
-from qsample.package.disk.untrusted import leads_out
+from qsample.package.disk.untrusted import leads_out, path_below
 from qsample.request.grammar import Form
 from qsample.request.sampling_params import FILTER_FIELDS, SamplingParams
 from qsample.request.structured.automaton import Thoughts
@@ -777,7 +777,9 @@ class ServedModels:
         try:
             model.model.load_adapter(name, folder, hotswap=replaced)
         except (QsampleError, ValueError) as error:
-            raise ApiError(400, str(error), param="lora_path") from error
+            # The client reads its own name of the folder, not where the folder is.
+            text = str(error).replace(str(folder), path)
+            raise ApiError(400, text, param="lora_path") from error
         self._models[name] = model.with_adapter(name)
 
     def unload_adapter(self, name: str) -> None:
@@ -827,33 +829,33 @@ class ServedModels:
         Raises:
             ApiError: the folder is missing, elsewhere, or has other files.
         """
-        assert self._settings.lora_dir is not None
-        root = Path(os.path.realpath(self._settings.lora_dir))
-        folder = root / path
+        root = self._settings.lora_dir
+        assert root is not None
         try:
-            is_allowed = _has_only_files_below(folder, root)
+            folder = path_below(root, path)
+            if folder is not None and _has_only_files_below(folder, root):
+                return folder
         except (OSError, ValueError):  # ValueError: the text is no path at all.
-            is_allowed = False
-        if not is_allowed:
-            raise ApiError(
-                400,
-                f"lora_path is {shown(path)}; give an adapter's folder of plain files below this "
-                "server's --lora-dir",
-                param="lora_path",
-            )
-        return folder
+            pass
+        # The answer is the same for every fault, because it must tell nothing of other files.
+        raise ApiError(
+            400,
+            f"lora_path is {shown(path)}; give an adapter's folder of plain files below this "
+            "server's --lora-dir",
+            param="lora_path",
+        )
 
     def close(self) -> None:
         for model in self:
             model.close()
 
 
-def _has_only_files_below(folder: Path, root: Path) -> bool:
-    """Whether `folder` is below `root`, and so are its entries, which are all plain files."""
-    files = [Path(entry) for entry in os.scandir(folder)]
-    if leads_out(folder, [root]) or os.path.samefile(folder, root):
+def _has_only_files_below(folder: Path, root: str) -> bool:
+    """Whether the entries of `folder`, which is not `root`, are plain files below `root`."""
+    if os.path.samefile(folder, root):
         return False
-    return all(file.is_file() and not leads_out(file, [root]) for file in files)
+    files = [Path(entry) for entry in os.scandir(folder)]
+    return all(file.is_file() and not leads_out(file, [Path(root)]) for file in files)
 
 
 def without_feature(name: str, *, param: str | None = None, purpose: str = "") -> ApiError:

@@ -80,8 +80,8 @@ def run(
     _check_certificate(ssl_keyfile, ssl_certfile)
     # Loading the models may take long, so the address is tried first.
     with _listen(host, port) as listening:
-        if not settings.allowed_hosts and is_loopback(host):
-            settings = replace(settings, allowed_hosts=("localhost",))
+        if not settings.allowed_hosts and is_loopback(listening.getsockname()[0]):
+            settings = replace(settings, allowed_hosts=(host,))
         models = ServedModels(settings)
         app = make_app(settings, models)
         limits = RequestLimits(

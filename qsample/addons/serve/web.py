@@ -85,12 +85,15 @@ class WebServer(ThreadingTCPServer):
 
     Attributes:
         files: path of an address → the file that is sent.
+        host: the name or address that the server was given to listen on.
         is_local: whether only this machine reaches the server.
         url: the address of the page.
     """
 
     daemon_threads = True
     allow_reuse_address = True
+    # With socketserver's 5, a browser's connection may wait for a second while others arrive.
+    request_queue_size = 128
 
     def __init__(
         self, package: Package, host: str = "127.0.0.1", port: int = 8080, page: Path = PAGE
@@ -115,7 +118,6 @@ class WebServer(ThreadingTCPServer):
         for name in (MANIFEST_NAME, *package.manifest.files):
             self.files[PACKAGE_PATH + name] = ServedFile(package.path / name, package.path)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.is_local = is_loopback(host)
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -123,6 +125,8 @@ class WebServer(ThreadingTCPServer):
             raise QsampleError(
                 f"cannot listen on {host}, port {port} ({reason}); give another host or port"
             ) from None
+        self.host = host
+        self.is_local = is_loopback(str(self.server_address[0]))
         address = f"[{host}]" if ":" in host else host
         self.url = f"http://{address}:{self.server_address[1]}"
 
@@ -168,7 +172,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        if self.server.is_local and not is_allowed(self.headers.get("Host", "")):
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            # Nobody reads the body, which must not be taken for the next request.
+            self.close_connection = True
+        name = self.headers.get("Host", "")
+        if self.server.is_local and not is_allowed(name, (self.server.host,)):
             self.send_error(403, explain="this server answers to localhost and to addresses only")
             return
         served = self.server.files.get(unquote(_path(self.path)))
@@ -208,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
         while remaining > 0:
             chunk = file.read(min(_CHUNK_BYTES, remaining))
             if not chunk:
+                # The file became shorter. The next answer must not take the place of the rest.
+                self.close_connection = True
                 return
             self.wfile.write(chunk)
             remaining -= len(chunk)

@@ -15,7 +15,6 @@ import platform
 import secrets
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -217,7 +216,10 @@ def _is_abandoned(folder: Path, owner: FileIO) -> bool:
     is_of_this_machine = text == _OWNER_PREFIX + platform.node().encode()
     if locked and is_of_this_machine:
         return True
-    return time.time() - os.fstat(owner.fileno()).st_mtime > _MAX_AGE_S
+    # Both times are of the file system's clock: this machine's clock may be wrong.
+    with tempfile.TemporaryFile(dir=folder.parent) as new:
+        now = os.fstat(new.fileno()).st_mtime
+    return now - os.fstat(owner.fileno()).st_mtime > _MAX_AGE_S
 
 
 def _remove(folder: Path, owner: FileIO, process: int) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from qsample.errors import PackageError, causes_of
 
 # The names of scratch folders, which a user need not know.
 SCRATCH_NAME: Final = re.compile(r"\.qsample-[0-9a-f]{16}")
+# Clocks of file servers differ from this machine's clock by less.
+_MAX_CLOCK_SKEW_NS: Final = 24 * 3600 * 10**9
 _FULL_DISK_ERRORS: Final = {errno.ENOSPC, errno.EDQUOT}
 # Libraries that write files raise other types, with the system's message in the text.
 _FULL_TEXT: Final = re.compile(
@@ -111,12 +114,18 @@ def trim(paths: Iterable[Path], limit: int, remove: Callable[[Path], bool]) -> N
         remove: A function that removes a path, or returns False if the path has to stay.
     """
     used = list[_Used]()
+    latest = time.time_ns() + _MAX_CLOCK_SKEW_NS
     for path in paths:
         # Another process may have removed it.
         with suppress(OSError):
             files = path.rglob("*") if path.is_dir() else [path]
             size = sum(file.stat().st_size for file in files)
-            used.append(_Used(path.stat().st_mtime_ns, size, path))
+            time_ns = path.stat().st_mtime_ns
+            # A clock that was wrong has written a time in the future. The path would otherwise be
+            # the last used until then, and new paths would be removed as soon as they are made.
+            if time_ns > latest:
+                time_ns -= latest
+            used.append(_Used(time_ns, size, path))
     total = sum(item.size for item in used)
     for item in sorted(used):
         if total > limit and remove(item.path):

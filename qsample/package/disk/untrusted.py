@@ -89,6 +89,33 @@ def leads_out(path: Path, folders: Iterable[Path]) -> bool:
     return not any(real.is_relative_to(os.path.realpath(folder)) for folder in folders)
 
 
+def path_below(folder: str | Path, name: str) -> Path | None:
+    """The path `name`, absolute or relative to `folder`, if it lies below `folder`; otherwise None.
+
+    The text of `name` decides first, then each link on the way, and nothing beyond a link that
+    leads out is looked at. So the answer does not tell what exists elsewhere, as a way out of the
+    folder and back would (`../secret/../adapters`, `/proc/self/cwd/adapters`).
+
+    Raises:
+        OSError: a link cannot be read.
+        ValueError: `name` is no path at all.
+    """
+    root = Path(os.path.realpath(folder))
+    path = root / name
+    for base in (root, Path(os.path.abspath(folder))):
+        if path.is_relative_to(base) and ".." not in path.parts:
+            parts = path.relative_to(base).parts
+            break
+    else:
+        return None
+    path = root
+    for part in parts:
+        path /= part
+        if leads_out(path, [root]):
+            return None
+    return path
+
+
 # A tokenizer's configuration with 100,000 added tokens has a quarter of this size.
 MAX_FILE_BYTES: Final = 1 << 26
 _MAX_JSON_DEPTH: Final = 64

@@ -271,6 +271,83 @@ def test_no_path_leads_out_of_the_folder(app: TestClient, folder: Path, path: st
     assert [entry["id"] for entry in app.get("/v1/models").json()["data"]] == ["tiny"]
 
 
+WAYS_BACK = [
+    "../PLACE/../allowed/judges",
+    "FOLDER/../../PLACE/../adapters/allowed/judges",
+    "FOLDER/../PLACE/../allowed/judges",
+    "/PLACE/../FOLDER/judges",
+    "PLACE/back/judges",
+    "/PARENT/PLACE/back/judges",
+    "out/PLACE/back/judges",
+    "out/PLACE",
+    "/PARENT/PLACE",
+]
+
+
+@pytest.mark.parametrize("way", WAYS_BACK)
+def test_answers_do_not_tell_what_exists_elsewhere(
+    server: ServerProcess, folder: Path, way: str
+) -> None:
+    """Nor by ways that leave the folder and come back: through .., or through links on both ways."""
+    parent = folder.parent
+    there = parent / "there"
+    if not there.exists():
+        there.mkdir()
+        (there / "back").symlink_to(folder)
+        (folder / "out").symlink_to(parent)
+    words = []
+    for place in ("there", "never"):
+        path = (
+            way.replace("PLACE", place)
+            .replace("FOLDER", str(folder))
+            .replace("PARENT", str(parent))
+        )
+        answer = post(server, "load", lora_name=f"{place}{WAYS_BACK.index(way)}", lora_path=path)
+        assert answer.status_code == 400, (path, answer.text)
+        words.append(answer.text.replace(place, "PLACE"))
+    assert words[0] == words[1]
+    (folder / "out").unlink()
+    shutil.rmtree(there)
+
+
+def test_names_are_no_paths(server: ServerProcess, folder: Path) -> None:
+    """Of models, templates, scripts and adapters: a file that exists, and one that does not, have the same answer."""
+    messages = [{"role": "user", "content": "x"}]
+    (folder.parent / "there.txt").write_text("x")
+    answers = []
+    for name in ("there.txt", "never.txt"):
+        path = str(folder.parent / name)
+        quoted = path.replace("/", "%2f")
+        chat = {"messages": messages, "max_tokens": 1}
+        asked = [
+            server.client.post("/v1/completions", json={"model": path, "prompt": "x"}),
+            server.client.post("/v1/chat/completions", json={**chat, "chat_template": path}),
+            server.client.get(f"/v1/models/{quoted}"),
+            server.client.get(f"/docs/..{quoted}"),
+            server.client.get(f"/markdown/{quoted}"),
+            post(server, "unload", lora_name=path),
+            post(server, "load", lora_name="new", lora_path="judges", base_model_name=path),
+        ]
+        assert {answer.status_code for answer in asked} <= {400, 404}
+        answers.append([answer.text.replace(name, "NAME") for answer in asked])
+    assert answers[0] == answers[1]
+
+
+def test_errors_name_folders_in_the_words_of_the_client(
+    server: ServerProcess, folder: Path
+) -> None:
+    shutil.copytree(folder / "judges", folder / "no_config")
+    (folder / "no_config" / "adapter_config.json").unlink()
+    shutil.copytree(folder / "judges", folder / "no_json")
+    (folder / "no_json" / "adapter_config.json").write_text("{")
+    for name in ("no_config", "no_json"):
+        refused = post(server, "load", lora_name="new", lora_path=name)
+        assert refused.status_code == 400
+        assert name in refused.text
+        assert str(folder) not in refused.text
+        shutil.rmtree(folder / name)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

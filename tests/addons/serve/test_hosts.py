@@ -42,22 +42,9 @@ def test_names_that_a_stranger_can_own() -> None:
     assert [name for name in (*ALLOWED, *REFUSED) if is_allowed(name, ("models.example",))] == [
         *ALLOWED
     ]
-    hosts = (
-        "localhost",
-        "127.0.0.1",
-        "127.9.9.9",
-        "::1",
-        "0.0.0.0",
-        "::",
-        "10.0.0.1",
-        "models.example",
-    )
-    assert [host for host in hosts if is_loopback(host)] == [
-        "localhost",
-        "127.0.0.1",
-        "127.9.9.9",
-        "::1",
-    ]
+    local = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"]
+    others = ["0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1"]
+    assert [address for address in (*local, *others) if is_loopback(address)] == local
 
 
 def status(server: ServerProcess, host: str) -> int:
@@ -87,6 +74,9 @@ def test_servers_with_names(start_server: Callable[..., ServerProcess]) -> None:
             {"models.example": 200, "evil.example": 403, "localhost": 200},
         ),
         (["--allowed-host", "*"], {"models.example": 200, "evil.example": 200}),
+        # Other spellings of addresses of this machine, and a name of it.
+        (["--host", "127.1"], {"evil.example": 403, "localhost": 200, "127.1": 200}),
+        (["--host", "localhost"], {"evil.example": 403, "localhost": 200}),
         (["--host", "0.0.0.0"], {"models.example": 200, "evil.example": 200}),
         (
             ["--host", "0.0.0.0", "--allowed-host", "models.example"],

@@ -11,17 +11,20 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 import qsample
+from qsample.addons.serve.chats import ChatCompletionRequest
 from qsample.addons.serve.http import JsonBody, JsonRoute, add_error_handlers, json_bytes
+from qsample.addons.serve.requests import CompletionRequest
 from qsample.runtime import CausalLM, SamplingParams
 from tests.helpers.requests import wait_until
 from tests.helpers.servers import ServerProcess, post_all
@@ -61,27 +64,32 @@ def test_prompts_of_token_ids_and_echo(server: ServerProcess, served_model: Caus
 
 def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
     """Python's lock is let go while a long text is encoded, and a million ids are looked at once."""
-    longest, going = 0.0, True
+    body = json.dumps({"prompt": "and the LORD said unto him, " * 60_000}).encode()
+    sent, encoded = threading.Event(), threading.Event()
+    answers = 0
+
+    def parts() -> Iterator[bytes]:
+        yield body
+        sent.set()
 
     def ask() -> None:
-        nonlocal longest
+        nonlocal answers
+        sent.wait(120)
         with httpx.Client(timeout=120) as client:
-            while going:
-                began = time.monotonic()
+            while not encoded.is_set():
                 assert client.get(server.url + "/health").status_code == 200
-                longest = max(longest, time.monotonic() - began)
+                answers += not encoded.is_set()
 
     asking = threading.Thread(target=ask)
     asking.start()
-    began = time.monotonic()
-    text = "and the LORD said unto him, " * 60_000
-    encoded = server.client.post("/tokenize", json={"prompt": text})
-    whole = time.monotonic() - began
-    going = False
+    answer = server.client.post(
+        "/tokenize", content=parts(), headers={"Content-Type": "application/json"}
+    )
+    encoded.set()
     asking.join()
-    assert encoded.status_code == 200
-    assert encoded.json()["count"] > 100_000
-    assert longest < whole / 2  # it is as long as the whole where the lock is held
+    assert answer.status_code == 200
+    assert answer.json()["count"] > 100_000
+    assert answers >= 5  # One or two come where the lock is held.
     many = server.client.post(COMPLETIONS, json={"prompt": [5] * 1_000_000})
     assert many.json()["error"]["code"] == "context_length_exceeded"
 
@@ -112,7 +120,6 @@ def test_an_id_that_each_event_has_is_short(server: ServerProcess) -> None:
 def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> None:
     """Each is half a body of 4 MB; noting all errors took half a minute, in which nobody was answered."""
     million = "[" + ",".join("0" for _ in range(1_000_000)) + "]"
-    taken: list[float] = []
     for path, body, param in (
         (
             COMPLETIONS,
@@ -124,15 +131,15 @@ def test_bodies_of_a_million_errors_hold_up_nobody(server: ServerProcess) -> Non
         (CHAT, f'{{"messages": {million}}}', "messages.0"),
         (CHAT, f'{{"messages": [{{}}], "documents": {million}, "tools": {million}}}', "tools.0"),
     ):
-        began = time.monotonic()
         answer = server.client.post(
             path, content=body, headers={"Content-Type": "application/json"}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        taken.append(time.monotonic() - began)
-    assert max(taken) < 5 * taken[0], (
-        "a fifth of a second each on a quiet machine, next to one for the good ids"
-    )
+        kind = CompletionRequest if path == COMPLETIONS else ChatCompletionRequest
+        if param != "prompt":
+            with pytest.raises(ValidationError) as noted:
+                kind.of(json.loads(body.replace(million, str([0] * 1000))))
+            assert noted.value.error_count() < 10
 
 
 def test_probes(server: ServerProcess) -> None:
@@ -294,7 +301,7 @@ def test_prefixes_that_turn_hostile(
 
     def ask(server: ServerProcess, prompt: str) -> int:
         body = {"prompt": prompt, "max_tokens": 6, "seed": 1, "return_token_ids": True}
-        answer = server.client.post(COMPLETIONS, json=body, timeout=30).json()
+        answer = server.client.post(COMPLETIONS, json=body).json()
         wanted = served_model.generate(prompt, SamplingParams(max_new_tokens=6), seed=1).token_ids[
             0
         ]

@@ -229,6 +229,16 @@ def test_that_of_another_machine_goes_after_a_week(abandoned: Path) -> None:
         assert abandoned.exists() is stays
 
 
+def test_a_clock_that_is_ahead_removes_nothing(
+    abandoned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_another_machine(abandoned)
+    ahead = time.time() + 1000 * 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    remove_abandoned(abandoned.parent)
+    assert abandoned.exists()
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may live whose lock cannot be seen, whether its own machine had locks or not."""
     if sys.platform == "win32":

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.helpers.small_packages import write
 from tests.helpers.tiny_models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
+DAY = 24 * 3600
 Fail = type("Fail", (Exception,), {"__module__": "onnxruntime.capi.onnxruntime_pybind11_state"})
 
 
@@ -153,6 +155,22 @@ def test_what_was_used_longest_ago_is_trimmed(tmp_path: Path) -> None:
     asked.clear()
     space.trim(paths, 250, remove)
     assert asked == ["old", "kept", "folder"]
+
+
+def test_times_in_the_future_are_no_reason_to_stay(tmp_path: Path) -> None:
+    """A clock that was ahead would otherwise keep its files for years, and remove each new file at once."""
+    now = time.time()
+    for name, age in (
+        ("next", -3600),
+        ("new", 0),
+        ("ahead", -1000 * DAY),
+        ("further", -2000 * DAY),
+    ):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (now - age, now - age))
+    asked: list[str] = []
+    space.trim(tmp_path.iterdir(), 100, lambda path: asked.append(path.name) is None)
+    assert asked == ["ahead", "further", "new"]
 
 
 def test_the_folder_that_is_named_is_the_users(tmp_path: Path) -> None:

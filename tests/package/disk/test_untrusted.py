@@ -20,6 +20,7 @@ from qsample.package.disk.protobuf import field
 from qsample.package.disk.untrusted import (
     colliding_name,
     parse_json,
+    path_below,
     problem_of_name,
     read_json,
     referenced_files,
@@ -93,6 +94,46 @@ DEVICES = [
     "a/com0/b",
 ]
 ENDS = ["a.", "a ", "a./b", "a/b ."]
+
+
+def test_paths_below_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "a").mkdir(parents=True)
+    (folder / "same").symlink_to("a")
+    (folder / "out").symlink_to(tmp_path)
+    (tmp_path / "alias").symlink_to(folder)
+    given = tmp_path / "alias"
+    for name in (
+        "a",
+        "a/x",
+        "./a//x",
+        "same/x",
+        "none/x",
+        "a\\..",
+        str(folder / "a"),
+        str(given / "a"),
+    ):
+        path = path_below(given, name)
+        assert path is not None, name
+        assert path == folder.resolve() / Path(name).relative_to(
+            next((base for base in (folder, given) if Path(name).is_relative_to(base)), "")
+        )
+    assert path_below(given, "") == path_below(given, ".") == folder.resolve()
+    outside = (
+        "..",
+        "a/..",
+        "a/../a",
+        "../folder/a",
+        "out",
+        "out/folder/a",
+        "/",
+        "/etc",
+        str(tmp_path),
+    )
+    for name in (*outside, f"{folder}2", f"{tmp_path}/folder/../folder/a"):
+        assert path_below(given, name) is None, name
+    with pytest.raises(ValueError, match="null"):
+        path_below(given, "a\0")
 
 
 @pytest.mark.parametrize("name", GOOD_NAMES)

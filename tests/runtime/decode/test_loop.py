@@ -285,12 +285,12 @@ def test_the_copy_of_one_step_overlaps_the_run_of_the_next(
 
     def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         begun.release()
-        assert read.acquire(timeout=30)
+        assert read.acquire(timeout=120)
         plain_decode(self, rows, wait=wait)
 
     def copy(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:
         if step is not None:
-            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=120)
             overlapped.append(step)
         snapshot = plain_read(self, step)
         read.release()
@@ -741,7 +741,7 @@ def test_optional_outputs_belong_to_their_step(
 
     def decode(self: Slots, rows: range, *, wait: bool = True) -> None:
         if not late:
-            assert copied.acquire(timeout=30)
+            assert copied.acquire(timeout=120)
         plain_decode(self, rows, wait=wait)
 
     def read(self: Slots, step: int | None = None, newest: int | None = None) -> Snapshot:

@@ -27,6 +27,7 @@ from qsample.runtime import CausalLM, Engine, RequestOutput, SamplingParams, loa
 from qsample.runtime.decode import stored_prefixes
 from qsample.runtime.decode.prefix_file import PrefixFile, signature_of
 from qsample.runtime.decode.stored_prefixes import StoredPrefixes
+from tests.helpers.requests import wait_until
 from tests.helpers.sessions import with_prompt_calls
 
 PIECE = 16
@@ -177,9 +178,7 @@ def test_another_engine_sees_a_prompt_once_its_request_ended(
         Engine(llama, prefix_cache_dir=tmp_path) as other,
     ):
         ask_and_count_read(one, llama, turns)
-        deadline = time.monotonic() + 30
-        while not files(tmp_path) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: bool(files(tmp_path)))
         assert ask_and_count_read(other, llama, turns) == 48
 
 
