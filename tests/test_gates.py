@@ -136,9 +136,7 @@ def scale_of_attention(got: Array, wanted: Array, _: pytest.MonkeyPatch) -> None
     """The scores of a file, `got`, are to be half of the products of its queries and keys: `wanted`."""
     names = {name: SimpleNamespace(name=name) for name in ("query", "key", "scores")}
     layer = SimpleNamespace(present_key=names["key"], heads=1, number=0)
-    match: Any = SimpleNamespace(
-        query=names["query"], scores=names["scores"], heads=1, layer=layer
-    )
+    match: Any = SimpleNamespace(query=names["query"], scores=names["scores"], heads=1, layer=layer)
     keys = np.eye(wanted.shape[1])
     run = {"query": 2 * wanted[None], "key": keys[None, None], "scores": got[None, None]}
     foreign: Any = SimpleNamespace(path=Path("file.onnx"), dtype=ir.DataType.FLOAT)
@@ -200,7 +198,9 @@ def test_another_number_that_is_wrong_does_not_pass_beside_an_equal_one_that_is_
 
 def scores(logits: Array, scored: Array) -> Array:
     exact = logits.astype(np.float64)
-    return np.array([row[token] - np.log(np.exp(row).sum()) for row, token in zip(exact, scored, strict=True)])
+    return np.array(
+        [row[token] - np.log(np.exp(row).sum()) for row, token in zip(exact, scored, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, NAN, INFINITY, -INFINITY])
@@ -209,7 +209,9 @@ def scores(logits: Array, scored: Array) -> Array:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_scores_of_prompts(what: str, value: float, row: int) -> None:
     """A masked logit is no scale of what a score may differ by."""
-    plan: Any = SimpleNamespace(ctx_len=8, source=SimpleNamespace(interface=SimpleNamespace(vocab_size=4)))
+    plan: Any = SimpleNamespace(
+        ctx_len=8, source=SimpleNamespace(interface=SimpleNamespace(vocab_size=4))
+    )
 
     class Device:
         def start(self, rows: int) -> None:
@@ -257,7 +259,9 @@ def test_evaluations(value: float, place: int) -> None:
     logits = ROWS[0].copy()
     logits[place] = value
     for given in (logits, np.full(4, -INFINITY)):
-        with pytest.raises(QsampleError, match="gives logits that are not numbers, at scored token 5"):
+        with pytest.raises(
+            QsampleError, match="gives logits that are not numbers, at scored token 5"
+        ):
             log_probabilities(given, "package", 5)
 
 

@@ -25,6 +25,4 @@ def largest_difference(got: Array, wanted: Array) -> float:
 def largest_finite(*arrays: Array) -> float:
     """The largest absolute number of some arrays that is neither NaN nor infinite; 0 if there is
     none."""
-    return max(
-        float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) for array in arrays
-    )
+    return max(float(np.abs(array).max(initial=0.0, where=np.isfinite(array))) for array in arrays)

@@ -150,7 +150,10 @@ LAST = "last = GatherElements <axis = 1> (states, index)\n chosen = Squeeze (las
     ("body", "expected"),
     [
         (f"{LAST} logits = MatMul (chosen, weights)", "last"),
-        ("last = GatherND <batch_dims = 1> (states, row)\n logits = MatMul (last, weights)", "last"),
+        (
+            "last = GatherND <batch_dims = 1> (states, row)\n logits = MatMul (last, weights)",
+            "last",
+        ),
         (f"{LAST} scaled = Mul (chosen, one)\n logits = MatMul (scaled, weights)", "last"),
         # The nearest of two.
         (

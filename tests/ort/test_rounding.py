@@ -169,7 +169,9 @@ def test_the_numbers_of_rows_suit_all_products_of_a_kind(
     """Whichever of them asks for more, the first or the last; the other kinds are left as they are."""
     operator = "MoE" if kind == "experts" else "MatMul"
     products = [
-        Product(operator, "float32", ((8 * (index + 1), 16),), ("float32",), given=kind == "adapters")
+        Product(
+            operator, "float32", ((8 * (index + 1), 16),), ("float32",), given=kind == "adapters"
+        )
         for index in range(len(counts))
     ]
     measured_of = dict(zip(products, counts, strict=True))
