@@ -102,8 +102,9 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     model, sampler = split_at_logits(load_graph(plan.decoder), plan.source.interface)
     own_logits = plan.quantized and texts[0][0].logits.size > 0
     portable = texts if own_logits else _with_portable_logits(texts, plan, model)
-    _check_numbers(texts, "compiled")
-    _check_numbers(portable, "portable")
+    if not plan.quantized:  # otherwise the divergence is no number, and is refused with advice
+        _check_numbers(texts, "compiled")
+        _check_numbers(portable, "portable")
     got = np.concatenate([call.tokens for text in texts for call in text])
     wanted = [
         _sampled(text, plan, sampler, rows) for text, rows in zip(portable, batches, strict=True)

@@ -717,9 +717,17 @@ class _Batch:
     end: BatchEnd | None
 
     def run(self, loop: DecodeLoop) -> Timing:
-        """Run every row to its end."""
-        if self.streamer is not None:
+        """Run every row to its end. The streamer ends in any case: who reads it waits no longer after
+        an error, and the next call finds it as new."""
+        if self.streamer is None:
+            return self._run(loop)
+        try:
             self.streamer.put(self.sequences[0].request.given_prompt[None])
+            return self._run(loop)
+        finally:
+            self.streamer.end()
+
+    def _run(self, loop: DecodeLoop) -> Timing:
         started = time.perf_counter()
         prefilled = None
         with loop:
@@ -731,8 +739,6 @@ class _Batch:
                     prefilled = time.perf_counter()
                 self._follow(loop)
         ended = time.perf_counter()
-        if self.streamer is not None:
-            self.streamer.end()
         if prefilled is None:
             prefilled = ended
         drafts = sum((sequence.progress.drafts for sequence in self.sequences), NO_DRAFTS)

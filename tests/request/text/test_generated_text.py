@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -374,6 +375,61 @@ def test_a_text_streamer_cuts_at_a_stop_string(model: CausalLM) -> None:
         output = model.generate("hello", params, seed=3, streamer=streamer, stop_strings=stop)
         assert output.texts is not None
         assert file.getvalue() == ("" if skip_prompt else "hello") + output.texts[0] + "\n"
+
+
+@pytest.mark.parametrize("first", [[5], [70, 71, 72], [70, 71]])
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_a_text_streamer_is_as_new_after_its_end(
+    skip_prompt: bool, first: list[int], model: CausalLM
+) -> None:
+    """Also after a stop string, and after the beginning of one that was not completed."""
+
+    def text(streamer: TextStreamer, file: io.StringIO, tokens: list[int]) -> str:
+        start = len(file.getvalue())
+        streamer.put(np.array([[80, 81]]))
+        for token in tokens:
+            streamer.put(np.array([token]))
+        streamer.end()
+        return file.getvalue()[start:]
+
+    def made() -> tuple[TextStreamer, io.StringIO]:
+        file = io.StringIO()
+        return TextStreamer(
+            model.tokenizer, file, skip_prompt=skip_prompt, stop_strings=["cde", "zz"]
+        ), file
+
+    used = made()
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode([70, 71, 72]) == "cde"
+    text(*used, first)
+    for second in ([69, 70, 71], [71, 72, 73], [73]):
+        assert text(*used, second) == text(*made(), second) != "\n"
+
+
+def test_a_streamer_ends_after_an_error(model: CausalLM) -> None:
+    """Whoever waits for its texts, as for those of transformers' TextIteratorStreamer, waits no longer."""
+    heard: list[str] = []
+
+    class Recorder:
+        def put(self, value: Any) -> None:
+            heard.append("put")
+
+        def end(self) -> None:
+            heard.append("end")
+
+    def fail(ids: Any, scores: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            "hello", seed=3, max_new_tokens=9, streamer=Recorder(), stopping_criteria=fail
+        )
+    assert heard.count("end") == 1
+    assert heard[-1] == "end"
+    heard.clear()
+    with pytest.raises(ValueError, match="temperature is -1"):
+        model.generate("hello", temperature=-1, streamer=Recorder())
+    assert heard == [], "nothing began"
 
 
 def test_a_streamer_does_constant_work_a_token(
