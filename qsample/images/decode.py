@@ -212,7 +212,7 @@ def _gif_size(data: bytes) -> tuple[int, int]:
         offset += 3 << (flags & 7) + 1
     while data[offset] == 0x21:  # An extension has a label, then blocks up to an empty block.
         offset += 2
-        while data[offset]:
+        while data[offset] != 0:
             offset += 1 + data[offset]
         offset += 1
     left, top, columns, rows = struct.unpack_from("<4H", data, offset + 1)

@@ -202,7 +202,8 @@ class PackageWriter:
         if outside_scratch(self.target) != self.target:
             return None
         for number in itertools.count():
-            path = self.target.with_name(f"{self.target.name}.rejected{number or ''}")
+            suffix = "" if number == 0 else str(number)
+            path = self.target.with_name(f"{self.target.name}.rejected{suffix}")
             if not os.path.lexists(path):
                 self.target = path
                 break
@@ -352,7 +353,8 @@ def _read(
         stated = {name: entry.sha256 for name, entry in manifest.files.items()}
         stated[MANIFEST_NAME] = manifest_sha256
         hashes = {
-            name: stated.get(name) or sha256_of(folder / name) for name in files_to_sign(folder)
+            name: stated[name] if name in stated else sha256_of(folder / name)
+            for name in files_to_sign(folder)
         }
         signer = check_signature(folder, hashes, trusted_keys)
     if verify or signer is not None:
