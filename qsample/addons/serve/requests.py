@@ -572,7 +572,7 @@ class GenerationRequest(FilterFields):
             fields[name] = value
         if self.token_limit not in (None, 0):
             fields["max_new_tokens"] = self.token_limit
-        if self.min_tokens not in (None, 0):
+        if self.min_tokens is not None:
             fields["min_new_tokens"] = self.min_tokens
         biases = {
             int(token): float(amount)
