@@ -238,6 +238,7 @@ def test_what_zero_means_in_a_request() -> None:
     chat = ChatCompletionRequest(messages=MESSAGES, logprobs=True, top_logprobs=0)
     assert chat.num_alternatives == 0
     assert ChatCompletionRequest(messages=MESSAGES, top_logprobs=0).num_alternatives is None
+    assert ChatCompletionRequest(messages=MESSAGES, prompt_logprobs=0).scores_prompt
     assert chat.answer_arguments().get("stop_token_ids") is None
     assert CompletionRequest(prompt="a", request_id="").id_of_answer() != ""
     assert CompletionRequest(prompt="a", logit_bias={"0": 1.0}).sampling_fields()["logit_bias"] == {
