@@ -34,6 +34,8 @@ from mypy.types import Instance, NoneType, ProperType, Type, UnionType, get_prop
 NUMBERS: Final = {"builtins.int", "builtins.float", "builtins.complex", "numpy.number"}
 TEXTS: Final = {"builtins.str", "builtins.bytes"}
 CACHE: Final = Path(".mypy_cache")
+# mypy also tells the types in packages that its cache lacks: none of their files has so many lines.
+FIRST_LINE: Final = 100_000
 Place = tuple[int, int, int, int]
 
 
@@ -126,7 +128,7 @@ def refusals(arguments: Sequence[str]) -> Iterator[str]:
         sources, options = process_options(["--cache-dir", folder, *arguments])
         options.export_types = True
         modules: list[Module] = []
-        first_line = 0
+        first_line = FIRST_LINE
         for source in sources:
             if source.path is None or not source.path.endswith(".py"):
                 continue
@@ -150,6 +152,9 @@ def refusals(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _place(node: ast.expr) -> Place:
+    """The place that mypy gives to an expression: that of an arithmetic one has no parentheses at its ends."""
+    if isinstance(node, ast.BinOp):
+        return (*_place(node.left)[:2], *_place(node.right)[2:])
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset

@@ -42,6 +42,8 @@ REFUSED = [
     "yield [1 for _ in range(2) if level]",
     "yield {1: 2 for one in range(2) if one % 2}",
     "yield bool(number)",
+    "yield 1 if (len(text) + 1) % 2 else 2",
+    "yield 1 if len(text) & (len(text) - 1) else 2",
     "yield any(one for one in range(2))",
     "yield max(filter(None, (number, 1)), default=1)",
     "yield (number or 0) or 1",

@@ -359,7 +359,7 @@ class _HeaderReader:
 
     def _place(self, entries: list[_TensorEntry], alignment: Any) -> dict[str, GgufTensor]:
         """The tensors with their places in the file, by name."""
-        if not is_integer(alignment, 8, _MAX_ALIGNMENT) or alignment & (alignment - 1):
+        if not is_integer(alignment, 8, _MAX_ALIGNMENT) or alignment & (alignment - 1) != 0:
             raise ValueError(
                 f"general.alignment is {shown(alignment)}; it must be a power of two from 8 to 2^20"
             )

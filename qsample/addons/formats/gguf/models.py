@@ -646,7 +646,7 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     layer_types = ["full_attention"] * layers
     if window > 0:
         for layer in range(layers):
-            if (layer + 1) % period:
+            if (layer + 1) % period != 0:
                 layer_types[layer] = "sliding_attention"
     local_rope = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
     query_scalar = config["head_dim"]
