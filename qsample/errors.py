@@ -155,8 +155,9 @@ def install_hint(extra: str) -> str:
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-        is_checkout = origin.get("dir_info", {}).get("editable", False)
+        origin = distribution(DISTRIBUTION).read_text("direct_url.json")
+        folder = {} if origin in (None, "") else json.loads(origin).get("dir_info", {})
+        is_checkout = folder.get("editable", False)
     except PackageNotFoundError:
         # A checkout is on the path without being installed.
         is_checkout = True

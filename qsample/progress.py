@@ -79,7 +79,7 @@ def shown(progress: Progress | None) -> Iterator[Progress]:
         bar_class = None
     in_notebook = "ipykernel" in sys.modules
     is_visible = in_notebook or (sys.stderr is not None and sys.stderr.isatty())
-    is_hidden = bool(os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"))
+    is_hidden = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "") != ""
     if progress is not None or bar_class is None or not is_visible or is_hidden:
         yield progress or unreported
         return

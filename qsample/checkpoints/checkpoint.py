@@ -382,7 +382,7 @@ class Checkpoint:
         _ = self.generation_config
         _ = self.outline
         self._warn_of_media()
-        torch_dtype = getattr(torch, dtype or self.dtype)
+        torch_dtype = getattr(torch, self.dtype if dtype is None else dtype)
         sources = sources or SourceFiles()
         if scratch is not None or not self._needs_scratch:
             return self._load(torch_dtype, scratch, sources)

@@ -92,7 +92,7 @@ class HubOptions:
     def loading(self) -> dict[str, Any]:
         """The keywords of transformers' `from_pretrained`."""
         options = {option.name: getattr(self, option.name) for option in fields(self)}
-        return options | {"revision": self.revision or "main"}
+        return options | {"revision": "main" if self.revision is None else self.revision}
 
     def downloading(self) -> dict[str, Any]:
         """The keywords of a download by transformers' `cached_file` or huggingface_hub's functions:
@@ -269,7 +269,8 @@ def origin_of(
             return "/".join(repository), folder.name
         return folder.name or name, None
     hub = hub or HubOptions()
-    return name, downloaded_commit(name, hub, file) or hub.revision
+    commit = downloaded_commit(name, hub, file)
+    return name, hub.revision if commit is None else commit
 
 
 def _model_folder(path: Path) -> Path:
@@ -399,7 +400,8 @@ def identity_of(source: str, hub: HubOptions, file: str = CONFIG) -> list[Any]:
 
 def commit_of(name: str, hub: HubOptions, file: str = CONFIG) -> str:
     """The commit of a hub id that was downloaded last, otherwise the newest."""
-    return downloaded_commit(name, hub, file) or newest_commit(name, hub, file)
+    commit = downloaded_commit(name, hub, file)
+    return newest_commit(name, hub, file) if commit is None else commit
 
 
 def _files(source: Path) -> Iterator[tuple[str, Path]]:

@@ -304,7 +304,7 @@ def _largest_block_size(groups: Indices) -> int | None:
     [K], the group of each input."""
     fitting = []
     for size in BLOCK_SIZES:
-        if len(groups) % size:
+        if len(groups) % size != 0:
             continue
         blocks = groups.reshape(-1, size)
         if (blocks == blocks[:, :1]).all():

@@ -129,7 +129,7 @@ def run(arguments: list[str]) -> int:
         try:
             status = application()(arguments, standalone_mode=False, prog_name="qsample")
         except Exception as error:
-            if os.environ.get(DEBUG_VARIABLE):
+            if os.environ.get(DEBUG_VARIABLE, "") != "":
                 raise
             return report(error, arguments, commands())
     return status if isinstance(status, int) else 0

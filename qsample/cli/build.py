@@ -258,7 +258,7 @@ def _show_phases(folder: Path) -> None:
         if before:
             for name in sorted(operators | before):
                 change = operators[name] - before[name]
-                if change:
+                if change != 0:
                     changes.append(f"{name} {change:+}")
         shown.add_row(escape(entry["file"]), str(entry["nodes"]), escape(", ".join(changes)))
         before = operators

@@ -91,7 +91,7 @@ def chat(
         except TurnError as error:
             raise QsampleError(str(error)) from None
         failed = Screen(conversation).run()
-    if failed:
+    if failed > 0:
         raise QsampleError(f"lines of standard input that could not be answered: {failed}")
 
 
@@ -274,7 +274,8 @@ class Conversation:
         except EngineClosedError:
             raise
         except (ValueError, QsampleError) as error:
-            raise TurnError(self._too_long() or str(error)) from error
+            too_long = self._too_long()
+            raise TurnError(str(error) if too_long is None else too_long) from error
         try:
             for delta in request:
                 show(delta.text or "")
@@ -284,7 +285,7 @@ class Conversation:
             request.cancel()
             raise
         output = request.result()
-        if output.finish_reason == "cancelled" and not output.text:
+        if output.finish_reason == "cancelled" and output.text in (None, ""):
             # An empty answer would become a part of the conversation.
             raise KeyboardInterrupt
         self.turns = [*self.turns, {"role": "assistant", "content": output.text or ""}]
@@ -317,7 +318,7 @@ class Conversation:
                 for it.
         """
         capacity = self.engine.capacity
-        room = min(new_tokens or capacity, capacity // 4)
+        room = min(capacity if new_tokens is None else new_tokens, capacity // 4)
         while (self._count() or 0) + room > capacity:
             later_questions = [
                 index
@@ -512,7 +513,7 @@ class Screen:
 
         forgotten_before = self._conversation.forgotten
         output = self._conversation.ask(text, show)
-        if last_character != "\n" or not output.text:
+        if last_character != "\n" or output.text in (None, ""):
             print(flush=True)
         note(self._figures(output))
         if self._conversation.forgotten > forgotten_before:
@@ -531,13 +532,13 @@ class Screen:
         capacity = self._conversation.engine.capacity
         speed = count / max(output.timing.total_seconds, 1e-9)
         drafts = output.usage.drafts
-        guessed = f", {drafts.tokens_per_step:.2f} a step" if drafts.num_drafts else ""
+        guessed = f", {drafts.tokens_per_step:.2f} a step" if drafts.num_drafts > 0 else ""
         text = f"{counted(count, 'token')}, {speed:.0f} a second{guessed}, seed {output.seed}"
         text += f"; {self._conversation.context} of {capacity} tokens of context"
         if output.finish_reason == "cancelled":
             return f"{text}; stopped"
         if output.finish_reason != "length":
-            if output.text:
+            if output.text not in (None, ""):
                 return text
             return f"{text}. The answer is empty: the model ended it at once"
         if self._conversation.context >= capacity:
@@ -571,7 +572,8 @@ class Screen:
         """`/system TEXT`: a system prompt; "-" for none, and no text to show it."""
         if text:
             self._conversation.system = None if text == "-" else text
-        note(f"system prompt: {self._conversation.system or 'none'}")
+        system = self._conversation.system
+        note(f"system prompt: {'none' if system in (None, '') else system}")
 
     def set_parameter(self, text: str) -> None:
         """`/set NAME VALUE`: a parameter of the next answers; without both, show them."""

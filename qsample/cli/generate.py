@@ -283,7 +283,7 @@ class _Run:
         rows = rows_of(lines, self.arguments, self.chat)
         if any(row.is_chat for row in rows):
             check_jinja()
-        elif self.chat.asked_for and not any(row.error for row in rows):
+        elif self.chat.asked_for and not any(row.error is not None for row in rows):
             raise typer.BadParameter(
                 f"each prompt of --prompt-file {file.prompt_file} is token ids, so --system, --chat-template, "
                 "--chat-template-kwargs and --thinking would change nothing; leave them out"
@@ -329,7 +329,7 @@ def _report(model: CausalLM, output: GenerateOutput, *, as_json: bool) -> None:
         length = output.prompt_lengths[row] + len(output.token_ids[row])
         if reason == "length" and length >= largest_capacity:
             full_rows += 1
-    if full_rows:
+    if full_rows > 0:
         total = len(output.finish_reasons)
         note(context_full(largest_capacity, f"ended {full_rows} of {total} rows"))
     if "invalid" in output.finish_reasons:
@@ -397,7 +397,9 @@ def _figures(output: GenerateOutput) -> str:
     timing = output.timing
     seconds = timing.prefill_seconds + timing.decode_seconds
     seeds = ", ".join(map(str, output.seeds))
-    guessed = f", {timing.drafts.tokens_per_step:.2f} a step" if timing.drafts.num_drafts else ""
+    guessed = (
+        f", {timing.drafts.tokens_per_step:.2f} a step" if timing.drafts.num_drafts > 0 else ""
+    )
     return f"{counted(count, 'token')} in {seconds:.2f} s, {count / seconds:.0f} a second{guessed}; seed {seeds}"
 
 

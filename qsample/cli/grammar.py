@@ -98,7 +98,7 @@ def grammar(
     else:
         typer.echo(str(output))
     ending = ""
-    if tables.shortest:
+    if tables.shortest > 0:
         tokens = counted(tables.shortest, "token")
         ending = f"; the shortest answer has {tokens}, its stop token included"
     note(f"{counted(states, 'state')}, {classes} classes of tokens, {format_size(size)}{ending}")

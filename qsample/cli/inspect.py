@@ -204,7 +204,7 @@ def _describe_graph(graph: GraphSpec) -> dict[str, Any]:
 
 def _fixed_axes(package: Package) -> dict[str, int]:
     """The named axes of fixed size, with their sizes."""
-    sizes = {name: size for name, size in package.interface.sizes.items() if size}
+    sizes = {name: size for name, size in package.interface.sizes.items() if size != 0}
     if package.manifest.compilation:
         sizes[CAPACITY] = package.manifest.compilation.ctx_len
     return sizes
@@ -245,11 +245,13 @@ def _facts(package: Package) -> dict[str, str]:
     source = manifest.source
     digests = [f"{name} (sha256 {digest[:16]}…)" for name, digest in sorted(source.files.items())]
     features = asdict(interface.features)
-    if not (interface.features.logprobs or interface.features.top_logprobs):
+    if not (interface.features.logprobs or interface.features.top_logprobs > 0):
         del features["logprobs_mode"]
     facts = {
         "kind": manifest.kind,
-        "source": f"{source.model_id} @ {source.revision}" if source.revision else source.model_id,
+        "source": f"{source.model_id} @ {source.revision}"
+        if source.revision not in (None, "")
+        else source.model_id,
         "architecture": f"{source.architecture} ({source.model_type}), {len(interface.key_values)} "
         f"layers, vocabulary {interface.vocab_size}",
         "made from": ", ".join(digests),
@@ -257,7 +259,11 @@ def _facts(package: Package) -> dict[str, str]:
         "contract": manifest.contract_version,
         "features": ", ".join(_feature(name, value) for name, value in features.items() if value),
         "end tokens": ", ".join(map(str, manifest.token_ids.eos)) or "none",
-        "longest context": str(manifest.max_position_embeddings or "unlimited"),
+        "longest context": str(
+            "unlimited"
+            if manifest.max_position_embeddings is None
+            else manifest.max_position_embeddings
+        ),
         "made with": _pairs(manifest.versions),
         "parity": figures_in_words(manifest.parity or {}),
         "signature": str(signer_of(package.path) or "none"),
@@ -275,7 +281,7 @@ def _facts(package: Package) -> dict[str, str]:
 def _compilation_facts(package: Package, compilation: Compilation) -> dict[str, str]:
     """The facts of a device package by their titles."""
     providers = ", ".join(compilation.execution_providers)
-    rows = compilation.batch_size or "any number of"
+    rows = "any number of" if compilation.batch_size is None else compilation.batch_size
     made_with = [_pairs(compilation.versions), _pairs(compilation.options)]
     parts = [_part(number, part) for number, part in enumerate(compilation.parts)]
     facts = {
@@ -555,7 +561,7 @@ def clear_entries(
         are_removed = [remove(entry.path) for entry in found if entry.model in named]
         removed = are_removed.count(True)
         kept = are_removed.count(False)
-    remark = f", {kept} kept: a process has them open" if kept else ""
+    remark = f", {kept} kept: a process has them open" if kept > 0 else ""
     note(f"{removed} removed{remark}")
 
 

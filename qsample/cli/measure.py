@@ -142,12 +142,12 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
     """Print a benchmark on stdout."""
     facts = _describe_bench(model, measurements, load_seconds)
     first = measurements[0]
-    of_image = f", {first.image_tokens} of an image" if first.image_tokens else ""
+    of_image = f", {first.image_tokens} of an image" if first.image_tokens > 0 else ""
     guesses = any(row.tokens_per_step > 1 for row in measurements)
     columns = ["rows", "TTFT, ms", "prefill, tok/s", "step, ms", "p90, ms", "decode, tok/s"]
     if guesses:
         columns.append("tok/step")
-    if first.image_tokens:
+    if first.image_tokens > 0:
         columns.append("vision, ms")
     shown = table(
         f"{model.package.path}: {first.prompt_tokens} prompt tokens{of_image}, "
@@ -165,7 +165,7 @@ def _show_bench(model: CausalLM, measurements: Sequence[Measurement], load_secon
         ]
         if guesses:
             cells.append(f"{row.tokens_per_step:.2f}")
-        if first.image_tokens:
+        if first.image_tokens > 0:
             cells.append(f"{row.vision_ms:.1f}")
         shown.add_row(*cells)
     screen = console()

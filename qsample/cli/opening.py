@@ -60,7 +60,7 @@ class CompileChoices:
             name: the package, for the message.
         """
         for flag, value in (("--weights", self.weights), ("--preset", self.preset)):
-            if value:
+            if value is not None:
                 raise typer.BadParameter(
                     f"{flag} is for a checkpoint, and {name} is a package; quantize it with "
                     f"`qsample compile {name} OUT {flag} {value}`"
@@ -280,7 +280,7 @@ def _open_package(name: str, provider: str | None, *, verify: bool) -> PackagedM
     with progress():
         package = read_package(name, verify=verify)
     advice = faster_way(package)
-    if advice:
+    if advice is not None:
         note(advice)
     return PackagedModel(package, provider)
 

@@ -436,7 +436,7 @@ def _complete(results: Results, rows: list[Row], generation: _Generation) -> Non
     file = generation.file
     done = results.done
     failed = list(results.failed)
-    if done:
+    if done != 0:
         note(f"{done} of {len(rows)} rows are in {file.output} already")
     if done < len(rows):
         generation.generate(rows[done:], results.write, done)
@@ -518,10 +518,10 @@ class _Generation:
 
     def report(self) -> None:
         """Print the counts on stderr."""
-        if self.rows:
+        if self.rows > 0:
             done = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}"
             note(f"{done} in {self.seconds:.2f} s, {self._speed:.0f} a second")
-        if self.full:
+        if self.full != 0:
             note(context_full(self.capacity, f"ended {self.full} of {self.total} rows"))
 
     def _start_engine(self, model: CausalLM) -> Engine:

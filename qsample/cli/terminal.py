@@ -70,7 +70,10 @@ def no_escapes() -> bool:
 
     The reason is the variable NO_COLOR (no-color.org), or a terminal that does not know escapes.
     """
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+    return os.environ.get("NO_COLOR", "") != "" or os.environ.get("TERM") in (
+        "dumb",
+        "unknown",
+    )
 
 
 def use_utf_8() -> None:
@@ -344,7 +347,7 @@ def _option_with_value(names: OptionNames, value: str | None) -> str:
     if value is None or value == "True":
         return names.on
     if value == "False":
-        return names.off or f"no {names.on}"
+        return f"no {names.on}" if names.off is None else names.off
     return f"{names.on} {'none' if value == 'None' else value}"
 
 

@@ -88,11 +88,7 @@ def run_self_test(plan: CompilePlan, published: Package, target: Target) -> Self
     runs in the sessions that `load` opens, captured and replayed as later (on a `self_contained` target: see `Target`).
     Raises CompileError if they agree too rarely, or if logits of float32 differ."""
     # A graph for a single row runs once with each row's parameters.
-    batches = (
-        [[0], [1]]
-        if plan.batch_size == 1
-        else [list(range(min(plan.batch_size or _ROWS_PER_BATCH, _ROWS_PER_BATCH)))]
-    )
+    batches = [[0], [1]] if plan.batch_size == 1 else [list(range(_rows_per_batch(plan)))]
     device = _device(plan, published, target, len(batches[0]))
     texts = [_written(device, plan, rows) for rows in batches]
     replays = device.replays if isinstance(device, Published) else 0
@@ -143,6 +139,10 @@ def _check_scores(device: GraphRunner, plan: CompilePlan, rows: int) -> None:
             f"self-test failed: the compiled graph's prompt_logprobs differ from the log-softmax of its logits by "
             f"{error:.3g}, more than {most:.3g}; export the model without prompt_logprobs"
         )
+
+
+def _rows_per_batch(plan: CompilePlan) -> int:
+    return _ROWS_PER_BATCH if plan.batch_size is None else min(plan.batch_size, _ROWS_PER_BATCH)
 
 
 def _device(
@@ -240,7 +240,7 @@ def _check_numbers(texts: Sequence[Text], graph: str) -> None:
     """Raise CompileError if a logit is NaN or +inf, or if none of a row is finite: two graphs may choose the same token
     of such logits. graph: the name of the graph in the message."""
     for number, call in enumerate(call for text in texts for call in text):
-        if call.logits.size and not np.isfinite(call.logits.max(-1)).all():
+        if call.logits.size > 0 and not np.isfinite(call.logits.max(-1)).all():
             raise CompileError(
                 f"self-test failed: the {graph} graph's logits in call {number} are not numbers; "
                 "take another dtype, or export the model again"
@@ -253,7 +253,7 @@ def _compare_logits(texts: Sequence[Text], portable: Sequence[Text]) -> None:
         (call.logits, other.logits)
         for text, read_by_portable in zip(texts, portable, strict=True)
         for call, other in zip(text, read_by_portable, strict=True)
-        if call.logits.size
+        if call.logits.size > 0
     ]
     if not pairs:  # sessions return none
         return
@@ -328,7 +328,7 @@ def check_guesses_change_nothing(plan: CompilePlan, published: Package) -> None:
     CompileError unless the logits after each token, and every state, equal the results of steps of one token, bit by
     bit; with several rows and with one, and for every number of rows that sessions choose (`ROW_MULTIPLE`)."""
     interface = plan.interface
-    rows = min(plan.batch_size or _ROWS_PER_BATCH, _ROWS_PER_BATCH)
+    rows = _rows_per_batch(plan)
     most = min(interface.features.num_speculative_tokens, plan.ctx_len - _PROMPT_TOKENS - 2)
     if most < 1:
         return
@@ -401,8 +401,9 @@ def _copied(state: dict[str, Array]) -> dict[str, Array]:
 
 def _compare(plan: CompilePlan, what: str, several: Any, one: Any) -> None:
     if not np.array_equal(several, one):
+        weights = plan.dtype if plan.options.weights is None else plan.options.weights
         raise CompileError(
             f"self-test failed: the {what} differ between a step of several tokens and steps of one: this processor's "
-            f"kernels for {plan.options.weights or plan.dtype} weights round them otherwise, and guesses would change "
+            f"kernels for {weights} weights round them otherwise, and guesses would change "
             "tokens; compile without num_speculative_tokens, or for batches (without batch_size=1)"
         )

@@ -76,7 +76,7 @@ def compile_package(
             compilation = replace(
                 compilation, self_test={**compilation.self_test, **compare_vision(plan, unsealed)}
             )
-        if options.num_speculative_tokens:
+        if options.num_speculative_tokens > 0:
             check_guesses_change_nothing(plan, unsealed)
         refused = None
         if plan.quantized:
@@ -115,7 +115,7 @@ def _interface(plan: CompilePlan, target: Target) -> Interface:
     scores = (
         interface.features.prompt_logprobs
         and Capability.PROMPT_LOGPROBS in target.capabilities
-        and not plan.options.num_speculative_tokens
+        and plan.options.num_speculative_tokens == 0
         and plan.options.num_devices == 1
     )
     return replace(interface, features=replace(interface.features, prompt_logprobs=scores))
@@ -222,7 +222,7 @@ def _figures(plan: CompilePlan, model: ir.Model) -> dict[str, Any] | None:
         figures["kv_cache_dtype"] = plan.kv_cache_dtype
     if plan.source.manifest.packed_weights is not None:
         figures["packed_matrices"] = plan.source.manifest.packed_weights.get("matrices")
-    if experts := num_packed_experts(model):
+    if (experts := num_packed_experts(model)) > 0:
         figures["packed_experts"] = experts
     return figures
 

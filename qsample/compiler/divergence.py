@@ -58,6 +58,7 @@ def measure_divergence(
         runner: makes what runs the quantized graph over a number of rows, a token a call, in place of a `GraphRunner`.
     """
     report = progress or (lambda fraction: None)
+    at_once = ROWS if rows is None else rows
     text = _written(source, capacity, lambda fraction: report(_SHARE_OF_WRITING * fraction))
     if runner is None:
         model = logits_of(quantized, interface)
@@ -66,11 +67,11 @@ def measure_divergence(
             in_nibbles(model)  # a package for browsers would take minutes
         reader = GraphRunner(model, quantized, interface, capacity, providers)
     else:
-        reader = runner(rows or ROWS)
+        reader = runner(at_once)
     places: list[_Place] = []
-    for first in range(0, ROWS, rows or ROWS):
-        part = slice(first, first + (rows or ROWS))
-        step = partial(reader.step, state=reader.start(rows or ROWS))
+    for first in range(0, ROWS, at_once):
+        part = slice(first, first + at_once)
+        step = partial(reader.step, state=reader.start(at_once))
         places += _read(step, text, part, at_once=runner is None)
         report(_SHARE_OF_WRITING + (1 - _SHARE_OF_WRITING) * part.stop / ROWS)
     return _divergence(text, places)

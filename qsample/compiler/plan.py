@@ -108,10 +108,10 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
             ),
         ),
         ctx_len=_ctx_len(source, options.ctx_len),
-        dtype=options.dtype or own,
+        dtype=own if options.dtype is None else options.dtype,
         weights=_weights(source, options),
         store_float16=options.weights == "float16" and own == "float32",
-        kv_cache_dtype=_kv_cache_dtype(options, options.dtype or own),
+        kv_cache_dtype=_kv_cache_dtype(options, own if options.dtype is None else options.dtype),
     )
     _check_cache(plan)
     return plan
@@ -120,7 +120,7 @@ def make_plan(source: Package, options: CompileOptions) -> CompilePlan:
 def _ctx_len(source: Package, asked: int | None) -> int:
     limit = source.manifest.max_position_embeddings
     if asked is None:
-        return min(limit or DEFAULT_CTX_LEN, DEFAULT_CTX_LEN)
+        return min(DEFAULT_CTX_LEN if limit is None else limit, DEFAULT_CTX_LEN)
     if limit is not None and asked > limit:
         raise CompileError(
             f"ctx_len is {asked}; it must be 2 to {limit}, the model's max_position_embeddings"
@@ -139,7 +139,7 @@ def _weights(source: Package, options: CompileOptions) -> WeightQuantization | N
             f"weights is {weights!r} and the package holds {own}; choose one of {', '.join(choices)}"
         )
     preset = PRESETS[options.preset]
-    size = options.block_size or preset.block_size
+    size = preset.block_size if options.block_size is None else options.block_size
     return WeightQuantization(options.bits, size, preset.method, zero_points=True)
 
 
@@ -164,7 +164,7 @@ def _check_cache(plan: CompilePlan) -> None:
         )
     if plan.kv_cache_dtype == "int4":
         odd = sorted(
-            {shape.head_dim for shape in source.interface.key_values if shape.head_dim % 2}
+            {shape.head_dim for shape in source.interface.key_values if shape.head_dim % 2 != 0}
         )
         image = source.interface.image
         if odd or (image is not None and image.blockwise):

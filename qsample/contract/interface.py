@@ -199,7 +199,7 @@ class Features:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        rank = _rank("max_lora_rank", self.max_lora_rank, 1) if self.max_loras else 0
+        rank = _rank("max_lora_rank", self.max_lora_rank, 1) if self.max_loras > 0 else 0
         object.__setattr__(self, "max_lora_rank", rank)
         if self.prompt_logprobs and not (self.sampler and self.logprobs):
             refuse("prompt_logprobs", True, "it with include_sampler and logprobs, or False")
@@ -268,7 +268,7 @@ class RecurrentShape:
     @property
     def name(self) -> str:
         """`past_key_values.{layer}.{kind}`, and `.{index}` from the second state on."""
-        suffix = f".{self.index}" if self.index else ""
+        suffix = f".{self.index}" if self.index != 0 else ""
         return f"past_key_values.{self.layer}.{self.kind}{suffix}"
 
 
@@ -470,7 +470,7 @@ class Interface:
             return CACHES_VERSION
         if self.image is not None:
             return IMAGES_VERSION
-        newer = self.features.num_speculative_tokens or self.adapters
+        newer = self.features.num_speculative_tokens > 0 or self.adapters
         return STEPS_VERSION if newer else CONTRACT_VERSION
 
     def without_guesses(self) -> Interface:
@@ -510,7 +510,7 @@ class Interface:
     @property
     def cache_states(self) -> tuple[TensorSpec, ...]:
         """Keys and values, then the states of recurrent and convolutional layers."""
-        dtype = self.kv_cache_dtype or self.dtype
+        dtype = self.dtype if self.kv_cache_dtype is None else self.kv_cache_dtype
         values_per_number = 1
         if dtype == "int4":
             dtype = "uint8"
@@ -518,7 +518,8 @@ class Interface:
         states = list[TensorSpec]()
         for layer, shape in zip(self.cache_layers, self.key_values, strict=True):
             width = shape.head_dim // values_per_number
-            axes = (BATCH, shape.num_key_value_heads, shape.capacity or CAPACITY, width)
+            capacity = CAPACITY if shape.capacity is None else shape.capacity
+            axes = (BATCH, shape.num_key_value_heads, capacity, width)
             for kind in ("key", "value"):
                 name = f"past_key_values.{layer}.{kind}"
                 states.append(TensorSpec(name, dtype, axes, f"{kind}s of layer {layer}"))
@@ -539,7 +540,7 @@ class Interface:
             specs += (GRAMMAR_DEADLINE,)
         for name in self.features.filters:
             specs += EXTRA_PARAMETERS[name]
-        if self.features.num_speculative_tokens:
+        if self.features.num_speculative_tokens > 0:
             specs += SPECULATION_INPUTS
         return specs
 
@@ -548,7 +549,7 @@ class Interface:
         """The tables of all bound grammars; none without the feature `grammars`."""
         if not self.features.grammars:
             return ()
-        if self.features.num_speculative_tokens:
+        if self.features.num_speculative_tokens > 0:
             return (*GRAMMAR_TABLES, GRAMMAR_DRAFTS)
         return GRAMMAR_TABLES
 
@@ -593,7 +594,7 @@ class Interface:
             specs += (NEW_IDS, NUM_NEW, NUM_DRAFT_TOKENS)
         if self.features.logprobs:
             specs += (NEW_LOGPROBS if guesses else LOGPROBS,)
-        if self.features.top_logprobs:
+        if self.features.top_logprobs > 0:
             specs += NEW_TOP_LOGPROB_OUTPUTS if guesses else TOP_LOGPROB_OUTPUTS
         if self.features.probs:
             specs += (PROBS,)
@@ -609,7 +610,7 @@ class Interface:
         """The outputs of a call that scores tokens of a prompt; none without the feature."""
         if not self.features.prompt_logprobs:
             return ()
-        tops = PROMPT_TOP_LOGPROB_OUTPUTS if self.features.top_logprobs else ()
+        tops = PROMPT_TOP_LOGPROB_OUTPUTS if self.features.top_logprobs > 0 else ()
         return (PROMPT_LOGPROBS, PROMPT_RANKS, *tops)
 
     @property
@@ -656,7 +657,7 @@ class Interface:
         inputs = (LOGITS, INPUT_IDS, INPUT_LENGTHS, EMIT, *self._sampling)
         outputs = self.sampler_outputs
         # Log-probabilities read the unchanged logits last, so that their memory cannot be reused.
-        if not (self.features.logprobs or self.features.top_logprobs):
+        if not (self.features.logprobs or self.features.top_logprobs > 0):
             outputs += (ADJUSTED_LOGITS,)
         return GraphSpec(inputs, self.sampler_states, outputs)
 
@@ -665,7 +666,7 @@ class Interface:
         """`vision.onnx`: the pixels of an image in, its rows of `image_features` out."""
         assert self.image is not None
         result = self.image.features(self.dtype)
-        if self.image.patch_values:
+        if self.image.patch_values > 0:
             axes = (PATCHES, self.image.patch_values)
             patches = TensorSpec(PIXEL_VALUES, "float32", axes, "the patches of an image")
             return GraphSpec((patches, GRID), (), (result,))

@@ -70,7 +70,9 @@ def image_reference(
     model.set_attn_implementation("eager")
     for count in (len(_IMAGE_SIZES), 1):
         inputs = _inputs(model, processor, count)
-        if (n := inputs["input_ids"].shape[1]) <= (context or _UNLIMITED_TOKENS):
+        if (n := inputs["input_ids"].shape[1]) <= (
+            _UNLIMITED_TOKENS if context is None else context
+        ):
             break
     else:
         raise UnsupportedModelError(

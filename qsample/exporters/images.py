@@ -308,7 +308,7 @@ def pixel_difference(ours: Array, theirs: Array) -> str:
     if ours.shape[1:] != theirs.shape[-ours.ndim + 1 :] or flat[len(ours) :].any():
         return f"there are numbers {list(theirs.shape)}, not {list(ours.shape)},"
     wrong = int(np.count_nonzero(flat[: len(ours)] != ours))
-    return f"{wrong} of {ours.size} numbers differ" if wrong else ""
+    return f"{wrong} of {ours.size} numbers differ" if wrong > 0 else ""
 
 
 def image_texts(layouts: Sequence[Layout], written: Sequence[str], token: str) -> ImageTexts | None:

@@ -406,7 +406,7 @@ def align_row_sums(model: ir.Model) -> None:
     alike."""
     for node in list(model.graph):
         length = _summed_length(node)
-        if length is not None and length % _ALIGNMENT_NUMBERS and length & (length - 1):
+        if length is not None and length % _ALIGNMENT_NUMBERS != 0 and length & (length - 1) != 0:
             source = node.inputs[0]
             assert source is not None
             assert source.shape is not None

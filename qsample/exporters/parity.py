@@ -175,7 +175,7 @@ def reference_lengths(context: int | None, windows: Iterable[int]) -> tuple[list
     """The lengths of the prompts of a `Reference`, in order, and the attention `windows` that the
     last prompt exceeds. context: the positions that the model knows; None for any number. Raises
     UnsupportedModelError if it has no room for a prompt and the tokens after it."""
-    longest = (context or 2**20) - CONTINUATION_TOKENS - 1
+    longest = (2**20 if context is None else context) - CONTINUATION_TOKENS - 1
     if longest < 1:
         raise UnsupportedModelError(
             f"the model knows {context} positions (max_position_embeddings); it needs {CONTINUATION_TOKENS + 2} to be "
@@ -376,9 +376,9 @@ def _image_inputs(images: ImageReference, piece: slice, before: int = 0) -> dict
     """The inputs of a call that reads that piece of the prompt with images in its last row; in rows
     before it, if `before` is not 0, a text."""
     rows = np.append(images.rows, -1)[piece]
-    n = 2 if before else 1
+    n = 2 if before != 0 else 1
     used = rows[rows >= 0]
-    first, end = (int(used.min()), int(used.max()) + 1) if len(used) else (0, 1)
+    first, end = (int(used.min()), int(used.max()) + 1) if len(used) > 0 else (0, 1)
     inputs = {"image_rows": np.full((n, max(len(rows), before)), -1, np.int32)}
     inputs["image_rows"][-1, : len(rows)] = np.where(rows >= 0, rows - first, -1)
     inputs["image_features"] = images.features[first:end]

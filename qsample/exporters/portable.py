@@ -186,7 +186,7 @@ def packed_weights(model: ir.Model) -> dict[str, Any] | None:
     experts = sum(layer[0].shape[0] for layer in layers if layer)
     return {
         "matrices": len(packed),
-        **({"experts": experts} if experts else {}),
+        **({"experts": experts} if experts > 0 else {}),
         "bits": sorted(bits | {one.bits for one in matrices}),
         "block_sizes": sorted(block_sizes | {one.block_size for one in matrices}),
         "bytes": sum(

@@ -163,7 +163,7 @@ def reshape_target(graph: ir.Graph, sizes: Sequence[int]) -> ir.Value:
 def suffixed(node: ir.Node, suffix: str) -> str | None:
     """The name of a node that replaces `node`; None if that has no name, because names are
     unique."""
-    return f"{node.name}_{suffix}" if node.name else None
+    return f"{node.name}_{suffix}" if node.name not in (None, "") else None
 
 
 def replace_node(old: ir.Node, new: Sequence[ir.Node]) -> None:

@@ -210,7 +210,7 @@ class _Masks:
         seen = then("LessOrEqual", keys, then("Unsqueeze", last, [2]))
         distance = then("Sub", then("Unsqueeze", positions, [2]), keys)
         allowed = [
-            then("And", seen, then("Less", distance, window)) if window else seen
+            then("And", seen, then("Less", distance, window)) if window > 0 else seen
             for window in sorted(windows)
         ]
         # Each value with its rank and dtype.
@@ -257,16 +257,19 @@ def _see_runs(
     keys = then("Unsqueeze", then("Transpose", keys, perm=[0, 1, 3, 2]), [2])
     values = then("Unsqueeze", then("Where", masks.held, values, 0.0), [2])
     size = _head_size(attention)
-    scale = attention.attributes.get_float("scale", 0.0) or size**-0.5
+    scale = attention.attributes.get_float("scale", 0.0)
+    if scale == 0:  # the default
+        scale = size**-0.5
     scores = then("Mul", then("MatMul", query, keys), float(scale))
-    if cap := attention.attributes.get_float("softcap", 0.0):
+    if (cap := attention.attributes.get_float("softcap", 0.0)) != 0:
         scores = then("Mul", then("Tanh", then("Div", scores, float(cap))), float(cap))
     weights = then(
         "Softmax", then("Where", masks.allowed[_window(attention)], scores, _LOWEST_SCORE), axis=-1
     )
     result = then("Transpose", then("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
     result = then("Reshape", result, [0, 0, attention.attributes.get_int("num_heads") * size])
-    dtype = plain.dtype or attention.inputs[Slot.QUERY].dtype or _FLOAT  # type: ignore[union-attr]
+    query_dtype = attention.inputs[Slot.QUERY].dtype  # type: ignore[union-attr]
+    dtype = next((one for one in (plain.dtype, query_dtype) if one is not None), _FLOAT)
     result = then("Gather", then("Cast", result, to=dtype), masks.index, axis=1)
     marker = ir.Value(name=f"{name}.plain", type=ir.TensorType(dtype), shape=plain.shape)
     sides = [then("Where", masks.is_image, result, marker)], [otherwise("Identity", marker)]
@@ -293,7 +296,7 @@ def _queries(then: _Nodes, attention: ir.Node, masks: _Masks) -> ir.Value:
     if get_input(attention, Slot.KEY) is None:
         # Queries, keys and values are one tensor.
         query = then("Slice", query, [0], [heads * size], [2])
-    if attributes.get_int("do_rotary", 0):
+    if attributes.get_int("do_rotary", 0) != 0:
         tables = [get_input(attention, slot) for slot in (Slot.COS_CACHE, Slot.SIN_CACHE)]
         part = 2 * int(tables[0].shape[1])  # type: ignore[union-attr, index, arg-type]
         options = {"num_heads": heads, "interleaved": attributes.get_int("rotary_interleaved", 0)}

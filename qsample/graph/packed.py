@@ -156,7 +156,7 @@ def _is_slow(node: ir.Node) -> bool:
     if not is_matmul_nbits(node) or node.attributes.get_int("bits", 4) != 8:
         return False
     # Without a name, `in_bytes` would not find the product.
-    if len(node.inputs) > 4 or not node.name:
+    if len(node.inputs) > 4 or node.name in (None, ""):
         return False
     if node.attributes.get_int("accuracy_level", 0) == INT8_ACTIVATIONS:
         return False

@@ -81,7 +81,9 @@ class GraphRunner:
         # Folding would copy a weight that is cast, or transpose the table of a tied head.
         disabled = ["ConstantFolding"] if weights_mapped else None
         # ONNX Runtime reads the array in place, so it has to live as long as the session.
-        self._multiple = ort.OrtValue.ortvalue_from_numpy(np.array(row_multiple or 1, np.int64))
+        self._multiple = ort.OrtValue.ortvalue_from_numpy(
+            np.array(1 if row_multiple is None else row_multiple, np.int64)
+        )
         if row_multiple is not None:
             options.add_initializer(ROW_MULTIPLE.name, self._multiple)
         graph, weights = serialized(model, folder)

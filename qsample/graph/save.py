@@ -216,7 +216,7 @@ def processors() -> int:
     """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return max(os.cpu_count() or 0, 1)
 
 
 @dataclass(frozen=True, slots=True)

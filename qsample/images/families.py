@@ -219,7 +219,7 @@ class Square(Family):
         Family.__post_init__(self)
         edge = self.size.get("shortest_edge")
         crop = self.crop_size
-        if crop is None and edge:
+        if crop is None and edge is not None:
             raise ArgumentError(
                 "size has a shortest_edge and crop_size is None: images would have many sizes"
             )
@@ -502,7 +502,7 @@ class AnyResolution(Family):
 
     def __post_init__(self) -> None:
         Family.__post_init__(self)
-        if any(length % self.size for pair in self.image_grid_pinpoints for length in pair):
+        if any(length % self.size != 0 for pair in self.image_grid_pinpoints for length in pair):
             refuse(
                 "image_grid_pinpoints",
                 self.image_grid_pinpoints,
@@ -518,7 +518,7 @@ class AnyResolution(Family):
         tile_rows = high // self.size
         tile_columns = wide // self.size
         y, x = _inner_grid(width, height, tile_rows * side, tile_columns * side)
-        if self.most_tiles:
+        if self.most_tiles is not None:
             excess = y.size * x.size / (self.most_tiles * side**2)
             if math.sqrt(excess) > _REDUCTION_THRESHOLD:
                 raise ArgumentError(

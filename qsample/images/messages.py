@@ -64,7 +64,7 @@ def images_in(
                 )
             images.append(image)
     too_many = len(list(left))
-    if too_many:
+    if too_many != 0:
         raise ValueError(
             f"{too_many} more images were given than the messages have places; add {{'type': 'image'}} parts"
         )

@@ -104,7 +104,7 @@ def _check_gif(data: bytes) -> None:
         is_extension = data[position] == _GIF_EXTENSION
         # The label of an extension; or the size of a frame, perhaps a table, and a byte.
         position += 2 if is_extension else _length_of_gif_frame_head(data, position)
-        while position < len(data) and data[position]:
+        while position < len(data) and data[position] != 0:
             position += 1 + data[position]
             num_blocks += 1
             _check_count(num_blocks, _MAX_GIF_BLOCKS, "blocks")
@@ -138,7 +138,7 @@ def _after_gif_tables(data: bytes) -> int:
 
 
 def _gif_table_bytes(flags: int) -> int:
-    has_table = flags & 0x80
+    has_table = flags & 0x80 != 0
     return 3 << (flags & 7) + 1 if has_table else 0
 
 
@@ -156,7 +156,7 @@ def _gif_size(data: bytes) -> tuple[int, int]:
     # An extension has a label, then blocks up to an empty block.
     while data[offset] == _GIF_EXTENSION:
         offset += 2
-        while data[offset]:
+        while data[offset] != 0:
             offset += 1 + data[offset]
         offset += 1
     left, top, columns, rows = struct.unpack_from("<4H", data, offset + 1)

@@ -98,10 +98,11 @@ class Entry:
 
 def cache_folder() -> Path:
     """The folder `$QSAMPLE_CACHE`, or else `qsample` in the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
+    chosen = os.environ.get(CACHE_VARIABLE, "")
+    if chosen != "":
         return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "qsample"
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(folder if folder != "" else Path.home() / ".cache").absolute() / "qsample"
 
 
 def size_limit() -> int:

@@ -77,7 +77,9 @@ class Model(ModelMethods):
     def device(self) -> Device:
         from qsample.ort.providers import device_of, execution_providers
 
-        return Device(device_of(execution_providers(self._provider or "cpu")))
+        return Device(
+            device_of(execution_providers("cpu" if self._provider is None else self._provider))
+        )
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -138,7 +140,7 @@ class Model(ModelMethods):
     ) -> Adapter:
         """Load a LoRA adapter, see `runtime.CausalLM.load_adapter`. Raises ValueError for a model
         without max_loras."""
-        if not self.features.max_loras:  # before an export
+        if self.features.max_loras == 0:  # before an export
             raise ValueError(NO_ADAPTERS)
         return self.runtime.load_adapter(adapter_name, path, hotswap=hotswap)
 
@@ -185,7 +187,7 @@ class Model(ModelMethods):
         if is_dtype(changes.get("dtype")):
             changes["dtype"] = dtype_name(changes["dtype"])
         options = (options or CompileOptions()).override(**read_compile(changes))
-        if self._export_share:  # an export may take minutes
+        if self._export_share != 0:  # an export may take minutes
             find_target(options.provider).check_installed()
         self._check_out(path, overwrite)
         with shown(progress) as report, metered(report) as meter, Destination(path) as destination:
@@ -398,7 +400,7 @@ class SourceModel(Model):
         given: dict[str, Any] = {"weights": weights, "preset": preset, "ctx_len": ctx_len}
         stated = {name: value for name, value in given.items() if value is not None}
         options = CompileOptions(**stated)
-        provider = self._provider or options.provider
+        provider = options.provider if self._provider is None else self._provider
         parts = {
             "model": self.source.identity(),
             "features": asdict(self.features),
@@ -406,7 +408,7 @@ class SourceModel(Model):
             **given,
         }
         words = (Path(self.source.model_id).name, str(provider), weights, preset)
-        name = "-".join(word for word in words if word)
+        name = "-".join(word for word in words if word not in (None, ""))
         recipe = Recipe(name, parts, self.source.pinned().model_id)
         with shown(progress) as report:
             make = partial(self._make, provider=provider, options=options, progress=report)

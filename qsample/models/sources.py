@@ -88,7 +88,7 @@ class SourceRequest:
     @property
     def export_dtype(self) -> str:
         """The dtype of the weights, by default "float32"."""
-        return self.dtype or "float32"
+        return "float32" if self.dtype is None else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class ModelSource(ABC):
     @property
     def _tested_file(self) -> str:
         """A file that the repository has."""
-        return self.file or CONFIG
+        return CONFIG if self.file is None else self.file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class WeightSource(ModelSource):
     @property
     def folders(self) -> tuple[str, ...]:
         names = (self.model_id, self.adapter, self.tokenizer)
-        return tuple(name for name in names if name)
+        return tuple(name for name in names if name not in (None, ""))
 
     def identity(self) -> dict[str, Any]:
         adapter = None

@@ -97,7 +97,7 @@ class Buffer:
 
     def rows(self, start: int, count: int = 1) -> Buffer:
         """A number of rows from `start` on, over the same memory."""
-        if not start and count == self.shape[0]:
+        if start == 0 and count == self.shape[0]:
             return self
         step = math.prod(self.shape[1:]) * self.itemsize
         return self._view((count, *self.shape[1:]), self.address + start * step)
@@ -123,7 +123,7 @@ class Buffer:
         """Replace the values of some rows, or of some columns of a row. Nothing else is copied to
         the device."""
         part = self._part(index)
-        if math.prod(part.shape):
+        if math.prod(part.shape) > 0:
             given = np.broadcast_to(np.asarray(values, DTYPES[self.dtype].numpy), part.shape)
             _value_at(part).update_inplace(np.ascontiguousarray(given))
 
@@ -420,7 +420,7 @@ class SavedRows:
         """
         self._state = state
         self._saved: dict[str, Buffer] = {}
-        if places:
+        if places > 0:
             for spec, device in specs.items():
                 self._saved[spec.name] = Buffer.allocate(spec, {**sizes, BATCH: places}, device)
         # The number of bytes of a place.
@@ -584,7 +584,7 @@ def _session(graph: bytes, device: str) -> ort.InferenceSession:
         add_plugin(options, _PROVIDERS[device], {"enableInt64": "1"})
         return ort.InferenceSession(graph, options)
     kind, number = _kind_and_number(device)
-    chosen = [{"device_id": str(number)}] if number else None
+    chosen = [{"device_id": str(number)}] if number != 0 else None
     return ort.InferenceSession(
         graph, options, providers=[_PROVIDERS[kind]], provider_options=chosen
     )

@@ -91,9 +91,9 @@ class Product(NamedTuple):
         weights = self.shapes[0]
         if self.operator in EXPERT_OPERATORS:
             return weights[2] * 8 // numbers.get("expert_weight_bits", 8)
-        if numbers.get("K"):
+        if numbers.get("K") is not None:
             return numbers["K"]
-        return weights[1] if numbers.get("transB") else weights[0]
+        return weights[1] if numbers.get("transB", 0) != 0 else weights[0]
 
     def __str__(self) -> str:
         numbers = integers_of(self.attributes)
@@ -289,7 +289,8 @@ class _Graph:
                 return  # It looks rows up in a run.
             # All experts of a layer: the levels of a row are side by side.
             *outer, row_bytes = constant.dims
-            row = row_bytes * 8 // (node.numbers.get("bits") or 4)
+            bits = node.numbers.get("bits", 4)
+            row = row_bytes * 8 // bits if bits > 0 else 0
             result = _Operand((*outer, row), scales.dtype)
         else:
             dtype = _DTYPE_NAMES.get(node.numbers.get("to", 0), "")
@@ -370,7 +371,7 @@ def _float_product(node: _Node, columns: int) -> Product | None:
         return None
     if len(weights.dims) != 2 or weights.dtype not in _FLOAT_DTYPES:
         return None
-    transposed = bool(node.numbers.get("transB", 0))
+    transposed = node.numbers.get("transB", 0) != 0
     sizes = (_ADAPTER_MATRIX_SIZE, _ADAPTER_MATRIX_SIZE) if weights.given else weights.dims
     inputs, outputs = sizes[::-1] if transposed else sizes
     few_outputs = _fewer_outputs(outputs, columns)
@@ -400,7 +401,7 @@ def _experts(node: _Node, columns: int) -> Product | None:
     second = node.constant(second_matrix_slot)
     if first is None or second is None:
         return None
-    if quantized and (not numbers.get("block_size") or bits not in (4, 8)):
+    if quantized and (numbers.get("block_size", 0) == 0 or bits not in (4, 8)):
         return None
     if quantized:
         scales = node.constant(3)
@@ -435,7 +436,7 @@ def _attention(node: _Node, columns: int) -> Attention | None:
     have it. columns: Not used."""
     numbers = node.numbers
     past = node.operand(_PAST_KEY_SLOT)
-    if numbers.get("sliding_window_cache", 0) or len(node.operands) <= QUERY_SEQLENS_SLOT:
+    if numbers.get("sliding_window_cache", 0) != 0 or len(node.operands) <= QUERY_SEQLENS_SLOT:
         return None
     if past is None or len(past.dims) != 4:
         return None
@@ -450,7 +451,8 @@ def _attention(node: _Node, columns: int) -> Attention | None:
         if slot in _ROTARY_SLOTS:
             shape = (ATTENTION_TOKENS, *operand.dims[1:])
         constants.append(Constant(slot, shape, operand.dtype))
-    numbers_per_byte = 8 // (numbers.get("kv_cache_bit_width") or 8)
+    bit_width = numbers.get("kv_cache_bit_width", 0)
+    numbers_per_byte = 1 if bit_width == 0 else 8 // bit_width
     return Attention(
         tuple(sorted(node.attributes)),
         heads=past.dims[1],

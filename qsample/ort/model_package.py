@@ -167,7 +167,7 @@ def _variants(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     for place in folders.values():
-        if not isinstance(place, str) or "/" in place or problem_of_name(place):
+        if not isinstance(place, str) or "/" in place or problem_of_name(place) is not None:
             raise PackageError(
                 f"{path} names the folder {shown(place)}; a variant is a folder of the bundle itself"
             )

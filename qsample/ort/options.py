@@ -132,7 +132,9 @@ def threads_of_parts(parts: int) -> list[PartThreads]:
         return [PartThreads()] * parts
     nodes = _nodes() if hasattr(os, "sched_setaffinity") else []
     if len(nodes) < parts:
-        cores = chosen_threads(None) or _machine()
+        cores = chosen_threads(None)
+        if cores is None:
+            cores = _machine()
         return [PartThreads(count=max(cores // parts, 1))] * parts
     groups = list[list[int]]()
     for part in range(parts):
@@ -168,7 +170,8 @@ def most_shares(asked: int | None) -> int:
     Args:
         asked: The number of threads that the caller asks for; see `chosen_threads`.
     """
-    threads = chosen_threads(asked) or _from_environment() or _machine()
+    choices = chosen_threads(asked), _from_environment()
+    threads = next((threads for threads in choices if threads is not None), _machine())
     # Linux lists both kinds of cores of Intel's hybrid processors.
     is_hybrid = all((_DEVICES_FOLDER / name).exists() for name in ("cpu_core", "cpu_atom"))
     return threads * _SHARES_PER_HYBRID_THREAD if is_hybrid and threads > 1 else threads
@@ -176,9 +179,10 @@ def most_shares(asked: int | None) -> int:
 
 def _from_environment() -> int | None:
     try:
-        return int(os.environ.get(_THREADS_VARIABLE, "")) or None
+        threads = int(os.environ.get(_THREADS_VARIABLE, ""))
     except ValueError:  # ONNX Runtime reports a wrong value.
         return None
+    return None if threads == 0 else threads
 
 
 def _affinity() -> Iterable[int] | None:
@@ -199,7 +203,7 @@ def _cores(processors: Iterable[int] | None) -> int:
         online = [
             int(path.name.removeprefix("cpu")) for path in paths if (path / "topology").exists()
         ]
-        processors = online or range(os.cpu_count() or 1)
+        processors = online or range(max(os.cpu_count() or 0, 1))
     return len({_core(number) for number in processors})
 
 

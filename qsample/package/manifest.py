@@ -314,26 +314,26 @@ def _is_surrogate(character: str) -> bool:
 def _commands_of(data: Mapping[str, Any]) -> str:
     """The commands that make a package of an older contract again, as far as its manifest, with
     other keys, says."""
-    make = "export" if _shell_word(data, "versions", "transformers") else "bake"
-    model = _shell_word(data, "source", "model_id") or "MODEL"
+    make = "export" if _shell_word(data, "versions", "transformers", "") != "" else "bake"
+    model = _shell_word(data, "source", "model_id", "MODEL")
     if data.get("kind") != "device":
         return f"qsample {make} {model} OUT"
-    provider = _shell_word(data, "compilation", "provider") or "cpu"
-    ctx_len = _shell_word(data, "compilation", "ctx_len") or "4096"
+    provider = _shell_word(data, "compilation", "provider", "cpu")
+    ctx_len = _shell_word(data, "compilation", "ctx_len", "4096")
     return (
         f"qsample {make} {model} PORTABLE && "
         f"qsample compile PORTABLE OUT --provider {provider} --ctx-len {ctx_len}"
     )
 
 
-def _shell_word(data: Mapping[str, Any], name: str, key: str) -> str | None:
-    """The value of `key` in the object `name`, as a word for a shell; None if it is missing or
+def _shell_word(data: Mapping[str, Any], name: str, key: str, otherwise: str) -> str:
+    """The value of `key` in the object `name`, as a word for a shell; `otherwise` if it is missing or
     cannot be shown."""
     values = data.get(name)
     if not isinstance(values, dict) or key not in values:
-        return None
+        return otherwise
     text = f"{values[key]!s:.200}"
-    return shlex.quote(text) if text and text.isprintable() else None
+    return shlex.quote(text) if text and text.isprintable() else otherwise
 
 
 def _check_figures(manifest: Manifest) -> None:
@@ -349,7 +349,7 @@ def _check_figures(manifest: Manifest) -> None:
         raise PackageError(
             f"{MANIFEST_NAME} lists two states or inputs of the same name; export the package again"
         )
-    if bool(interface.adapters) != bool(interface.features.max_loras):
+    if bool(interface.adapters) != (interface.features.max_loras > 0):
         raise PackageError(
             f"max_loras in {MANIFEST_NAME} is {interface.features.max_loras}, and {len(interface.adapters)} layers "
             "take adapters; export the package again"

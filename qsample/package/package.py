@@ -281,7 +281,8 @@ class PackageWriter:
         if outside_scratch(self.target) != self.target:
             return None
         for number in itertools.count():
-            path = self.target.with_name(f"{self.target.name}.rejected{number or ''}")
+            suffix = "" if number == 0 else str(number)
+            path = self.target.with_name(f"{self.target.name}.rejected{suffix}")
             if not os.path.lexists(path):
                 self.target = path
                 break
@@ -488,7 +489,8 @@ def _read_signed(folder: Path, trusted_keys: TrustedKeys) -> Package:
         stated = {name: entry.sha256 for name, entry in manifest.files.items()}
         stated[MANIFEST_NAME] = manifest_sha256
         hashes = {
-            name: stated.get(name) or sha256_of(place / name) for name in files_to_sign(place)
+            name: stated[name] if name in stated else sha256_of(place / name)
+            for name in files_to_sign(place)
         }
         signer = check_signature(place, hashes, trusted_keys)
         identity = (*(before or ()), *_verified(place, manifest, manifest.files))

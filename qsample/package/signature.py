@@ -185,7 +185,9 @@ def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: Trust
         # The library raises ValueError if files differ.
         change = _first_change(signature, hashes) if isinstance(error, ValueError) else None
         invalid = f"{SIGNATURE_NAME} is not a valid signature by the {signer} ({error_line(error)})"
-        raise PackageError(f"{folder}: {change or invalid}; do not use this package") from error
+        raise PackageError(
+            f"{folder}: {invalid if change is None else change}; do not use this package"
+        ) from error
     return signer
 
 

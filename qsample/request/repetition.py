@@ -48,7 +48,7 @@ class RepetitionDetection:
                 f"({self.max_pattern_size}); give at most that",
                 "repetition_detection",
             )
-        if self.max_pattern_size and self.min_count < 2:
+        if self.max_pattern_size != 0 and self.min_count < 2:
             raise ArgumentError(
                 f"min_count is {self.min_count}; give an integer >= 2, or max_pattern_size=0 to "
                 "detect nothing",
@@ -72,7 +72,7 @@ def read_repetition_detection(name: str, value: Any) -> RepetitionDetection | No
     """
     if isinstance(value, Mapping):
         value = from_keywords(RepetitionDetection, name, value)
-    if value is None or (isinstance(value, RepetitionDetection) and not value.max_pattern_size):
+    if value is None or (isinstance(value, RepetitionDetection) and value.max_pattern_size == 0):
         return None
     if not isinstance(value, RepetitionDetection):
         refuse(name, value, 'a mapping such as {"max_pattern_size": 20, "min_count": 4}, or None')

@@ -430,7 +430,7 @@ class SamplingParams:
     def value_of(self, parameter: str) -> Any:
         """The value of `parameter`, a name of the contract, that the graph reads, before
         padding."""
-        if parameter == "mirostat_tau" and not self.mirostat:
+        if parameter == "mirostat_tau" and self.mirostat == 0:
             return 0.0
         return getattr(self, parameter)
 
@@ -465,7 +465,9 @@ class SamplingParams:
             )
         total = self.total_length(prompt_length, padding)
         if total <= prompt_length:
-            counted = f"{prompt_length + padding} tokens" + (" with its padding" if padding else "")
+            counted = f"{prompt_length + padding} tokens" + (
+                " with its padding" if padding > 0 else ""
+            )
             raise ValueError(
                 f"max_length is {total + padding} and the prompt already has {counted}; raise max_length, or give "
                 "max_new_tokens; it does not count the prompt"

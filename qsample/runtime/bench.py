@@ -238,7 +238,7 @@ def measure(
     first = float(np.median(first_token))
     step = float(np.median(steps))
     # The time of a step depends on the number of its guesses.
-    mean = float(np.mean(steps)) if drafts.num_drafts else step
+    mean = float(np.mean(steps)) if drafts.num_drafts > 0 else step
     return Measurement(
         rows=rows,
         prompt_tokens=prompt_tokens,

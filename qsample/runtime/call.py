@@ -238,7 +238,7 @@ _KEYWORD_FIELDS: Final[Mapping[str, Keyword]] = {
 }
 # Field of a generation_config that fills a field of `Call` → its check.
 CONFIG_KEYWORDS: Final[Mapping[str, Callable[[str, Any], Any] | None]] = {
-    keyword.name or name: keyword.check
+    (name if keyword.name is None else keyword.name): keyword.check
     for name, keyword in _KEYWORD_FIELDS.items()
     if keyword.in_config
 }
@@ -261,7 +261,10 @@ _CONFIG_OUTPUTS: Final = (
 
 def accepted_keywords() -> frozenset[str]:
     """The names of all arguments of `CausalLM.generate` that have an effect, without vLLM's."""
-    own = {keyword.name or name for name, keyword in _KEYWORD_FIELDS.items()}
+    own = {
+        (name if keyword.name is None else keyword.name)
+        for name, keyword in _KEYWORD_FIELDS.items()
+    }
     inputs = {"inputs", "input_ids", "attention_mask", "params", "generation_config"}
     return frozenset(
         own | inputs | _BATCH_KEYWORDS | _SAMPLING_KEYWORDS | CHAT_OPTIONS | {*_SPECIAL_TOKENS}
@@ -361,7 +364,7 @@ def _take_fields(given: dict[str, Any], settings: Mapping[str, Any]) -> dict[str
     `settings`."""
     values: dict[str, Any] = {}
     for field_name, keyword in _KEYWORD_FIELDS.items():
-        name = keyword.name or field_name
+        name = field_name if keyword.name is None else keyword.name
         if name in given:
             value = given.pop(name)
         elif keyword.in_config and name in settings:
@@ -573,7 +576,7 @@ def _check_no_holes(index: int, mask: Array) -> None:
     """Raise ValueError if tokens of a prompt that are not read stand between tokens that are
     read."""
     places = np.flatnonzero(mask)
-    if len(places) and places[-1] - places[0] + 1 != len(places):
+    if len(places) > 0 and places[-1] - places[0] + 1 != len(places):
         raise ValueError(
             f"prompt {index} has padding between its tokens, over which a recurrent model cannot go; put it before "
             "or after them, or give an attention_mask of ones to have every token read"
@@ -670,7 +673,7 @@ def _as_array(value: Any) -> Array:
     array = read_array("token ids", value)
     if array.dtype.kind not in "iu":
         raise ValueError(f"token ids are {array.dtype}; give integers")
-    if array.dtype.kind == "u" and array.size and array.max() >= _INT64_END:
+    if array.dtype.kind == "u" and array.size > 0 and array.max() >= _INT64_END:
         raise ValueError(f"a prompt has token id {array.max()}; no model has so many tokens")
     return array.astype(np.int64)
 
@@ -706,7 +709,7 @@ def _shape(rows: Sequence[tuple[int, ...]]) -> str:
 def check_token_ids(what: str, ids: Array, vocab_size: int) -> None:
     """Raise ValueError, with the owner `what`, unless every id is in [0, vocab_size)."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(outside):
+    if len(outside) > 0:
         raise ArgumentError(
             f"{what} has token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}",
             what if what.isidentifier() else None,

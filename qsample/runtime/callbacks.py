@@ -306,7 +306,7 @@ def _copies(processors: list[_Callback]) -> list[_Callback]:
 def _check_order(sequences: abc.Sequence[Sequence], interface: Interface) -> None:
     """Raise ValueError if processors would not see the logits that they see in transformers."""
     features = interface.features
-    has_logprobs = features.logprobs or features.top_logprobs
+    has_logprobs = features.logprobs or features.top_logprobs > 0
     if has_logprobs and features.logprobs_mode == RAW_LOGPROBS:
         raise ValueError(
             "logits_processor changes the logits that the package's logprobs are of; export without them, or with "

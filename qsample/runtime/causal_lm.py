@@ -383,7 +383,7 @@ class CausalLM(ModelMethods):
         if call.logits_processor is not None:
             processors = LogitsProcessors(call.logits_processor, sequences, self.interface)
         batch = _Batch(sequences, streamer, guide, end)
-        slots = min(len(sequences), self.batch_size or len(sequences))
+        slots = min(len(sequences), len(sequences) if self.batch_size is None else self.batch_size)
         self._check_batch(batch, slots)
         check_count("prefill_chunk_size", prefill_chunk_size)
         if flush_every is None and end is not None:
@@ -617,7 +617,7 @@ class CausalLM(ModelMethods):
             )
         pieces = Pieces.of(self.sessions)
         prompt, common, count = self._common_beginning(inputs, options, pieces)
-        if not count:
+        if count == 0:
             raise ValueError(
                 f"the prompt has {common} tokens that are the same in every conversation, and {pieces.size} are "
                 "the least that can be saved; give a longer prompt"

@@ -158,7 +158,8 @@ class Engine:
                 f"slots is {chosen.slots} and the package was compiled for {max_rows} rows at most; compile it again"
             )
         self._stored = _open_stored_prefixes(model, chosen)
-        self.slots = chosen.slots or max_rows or DEFAULT_SLOTS
+        default_slots = DEFAULT_SLOTS if max_rows is None else max_rows
+        self.slots = default_slots if chosen.slots is None else chosen.slots
         self.max_waiting = chosen.max_waiting
         self.capacity = model.capacity(_DEFAULT_CTX_LEN)
         self._model = model
@@ -196,7 +197,9 @@ class Engine:
         config = SchedulerConfig.of(
             sessions,
             flush_every=flush_every,
-            prefill_chunk_size=options.prefill_chunk_size or sessions.prompts.piece_size,
+            prefill_chunk_size=sessions.prompts.piece_size
+            if options.prefill_chunk_size is None
+            else options.prefill_chunk_size,
             saved_states=saved_states,
             reuse_sampled=options.reuse_sampled_tokens,
         )

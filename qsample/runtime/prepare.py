@@ -398,7 +398,7 @@ def _expected_tokens(
     """
     if prediction is None:
         return None
-    if not interface.features.num_speculative_tokens:
+    if interface.features.num_speculative_tokens == 0:
         raise ValueError(
             "prediction is given, and the package draws a token a step; compile the portable "
             "package with num_speculative_tokens=7 (--num-speculative-tokens) and "
@@ -414,7 +414,7 @@ def _expected_tokens(
             )
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
     ids = read_array("prediction", prediction)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    if ids.ndim != 1 or (ids.size > 0 and ids.dtype.kind not in "iu"):
         raise ValueError(
             f"prediction is {ids.dtype} {ids.shape}; give a text, or a list of token ids"
         )
@@ -701,7 +701,7 @@ def _fitted_grammar(
 ) -> TokenGrammar:
     """The grammar of a row, with or without a stop token. Raises ArgumentError if no answer that
     follows it fits the row."""
-    if grammar.shortest and int(parameters["min_length"]) > prompt_length:
+    if grammar.shortest > 0 and int(parameters["min_length"]) > prompt_length:
         raise ArgumentError(
             "min_new_tokens or min_length is given with a grammar, which says itself where an answer "
             "may end; leave it out",
@@ -796,7 +796,7 @@ def check_features(interface: Interface, params: SamplingParams) -> None:
     guesses = params.prompt_lookup_num_tokens
     most = interface.features.num_speculative_tokens
     if guesses > most:
-        checks = f"checks {most} guesses a step at most" if most else "draws a token a step"
+        checks = f"checks {most} guesses a step at most" if most > 0 else "draws a token a step"
         raise ArgumentError(
             f"prompt_lookup_num_tokens is {guesses}, and the package {checks}; compile the portable "
             f"package with num_speculative_tokens={guesses} (--num-speculative-tokens) and "

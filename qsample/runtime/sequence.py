@@ -94,9 +94,9 @@ class Prediction:
                 continue
             windows = np.lib.stride_tricks.sliding_window_view(self._tokens, size)
             ends = np.flatnonzero((windows == sampled[-size:]).all(axis=1)) + size
-            if len(ends):
+            if len(ends) > 0:
                 later = ends[ends >= self._last_next]
-                return int(later[0] if len(later) else ends[0])
+                return int(later[0] if len(later) > 0 else ends[0])
         return None
 
 
@@ -422,7 +422,11 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str:
-        return self.delivery.end_reason or STATUS_NAMES[self.status]
+        return (
+            STATUS_NAMES[self.status]
+            if self.delivery.end_reason is None
+            else self.delivery.end_reason
+        )
 
     def take(self, most: int | None = None) -> tuple[list[int], str]:
         """Hand on the tokens that were read since the last call.

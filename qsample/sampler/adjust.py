@@ -97,7 +97,7 @@ def _mask_of_bits(allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
     mask_bytes = _bytes_narrow(allowed_tokens) if narrow else _bytes(allowed_tokens)
     mask = op("Gather", masks, mask_bytes).reshape(0, -1)
-    if vocab % (_BITS_PER_BYTE * _BYTES_PER_WORD):
+    if vocab % (_BITS_PER_BYTE * _BYTES_PER_WORD) != 0:
         mask = mask.columns(0, vocab)
     return mask
 

@@ -58,7 +58,7 @@ def block_size(vocab: int) -> int:
 def split(logits: Tensor, vocab: int, block: int) -> Blocks:
     """Cut logits, [B, V] float32, into blocks of `block` elements."""
     count = -(-vocab // block)
-    if vocab % block:
+    if vocab % block != 0:
         logits = op("Pad", logits, [0, 0, 0, count * block - vocab], -np.inf)
     values = logits.reshape(0, count, block)
     return Blocks(values, values.max(keep=False))

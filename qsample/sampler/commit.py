@@ -170,7 +170,7 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
     # A row that emits nothing has token 0.
     next_ids = draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)
     outputs = {"next_ids": next_ids}
-    if features.logprobs or features.top_logprobs:
+    if features.logprobs or features.top_logprobs > 0:
         if features.logprobs_mode == RAW_LOGPROBS:
             outputs |= logprob_outputs(call, draw, call["logits"], emitted)
         else:
@@ -197,7 +197,7 @@ def logprob_outputs(call: Call, draw: Draw, logits: Tensor, emitted: Tensor) -> 
     outputs = {}
     if features.logprobs:
         outputs["logprobs"] = logprobs(logits, shares, draw.token, emitted)
-    if features.top_logprobs:
+    if features.top_logprobs > 0:
         ids, values = top_logprobs(
             split, shares, features.top_logprobs, emitted, replayed=call.captured
         )

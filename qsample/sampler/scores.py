@@ -65,8 +65,8 @@ class _Scores(TensorRecord):
         return cls(
             _empty(1, "float32"),
             _empty(1, "int32"),
-            _empty(num_alternatives, "int32") if num_alternatives else None,
-            _empty(num_alternatives, "float32") if num_alternatives else None,
+            _empty(num_alternatives, "int32") if num_alternatives > 0 else None,
+            _empty(num_alternatives, "float32") if num_alternatives > 0 else None,
         )
 
     def followed_by(self, more: _Scores) -> _Scores:
@@ -103,7 +103,7 @@ def build_scores(interface: Interface) -> ir.Model:
 def _output_names(interface: Interface) -> list[str]:
     """The names of the outputs, in the order of the fields of `_Scores`."""
     names = [PROMPT_LOGPROBS.name, PROMPT_RANKS.name]
-    if interface.features.top_logprobs:
+    if interface.features.top_logprobs > 0:
         names += [spec.name for spec in PROMPT_TOP_LOGPROB_OUTPUTS]
     return names
 
@@ -118,7 +118,7 @@ def _scores(interface: Interface, logits: Tensor, ids: Tensor) -> _Scores:
     ranks = (logits > own).to(FLOAT).sum().to(INT32) + 1
     top_ids = None
     top_values = None
-    if interface.features.top_logprobs:
+    if interface.features.top_logprobs > 0:
         every_row = column.equals(column)
         top_ids, top_values = top_logprobs(
             split, shares, interface.features.top_logprobs, every_row, replayed=False

@@ -192,7 +192,7 @@ class _ByCount:
 def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
     """Values in blocks, [R, n, C], with blocks of `filler` added until `ALIGNMENT` divides n."""
     missing = -axis_size(values, 1) % ALIGNMENT
-    return op("Pad", values, [0, 0, 0, 0, missing, 0], filler) if missing else values
+    return op("Pad", values, [0, 0, 0, 0, missing, 0], filler) if missing > 0 else values
 
 
 class _Bracket:

@@ -61,7 +61,7 @@ class MaskRule:
         Positions around the powers of two and around the window are probed: windows and chunks end
         there."""
         centers = [2**exponent for exponent in range(_MAX_PROBED_EXPONENT + 1)]
-        if window:
+        if window not in (None, 0):
             centers += [window, 2 * window]
         probed = {max(0, center + offset) for center in centers for offset in (-2, -1, 0, 1)}
         positions = torch.tensor(sorted(probed))
@@ -259,9 +259,9 @@ def _group_query_attention(context: DecodeContext, layer: int, call: AttentionCa
         "kv_num_heads": key.shape[1],
         "scale": scoring.scale,
     }
-    if call.window:
+    if call.window not in (None, 0):
         attributes["local_window_size"] = int(call.window)
-    if scoring.softcap:
+    if scoring.softcap not in (None, 0):
         attributes["softcap"] = float(scoring.softcap)
     inputs: list[Tensor | None] = [_merge_heads(query), _merge_heads(key), _merge_heads(value)]
     inputs += [past_key, past_value, context.seqlens_k, context.total_length]
@@ -322,7 +322,7 @@ def masked_attention(
     grouped = query.reshape(batch, kv_heads, grouped_length, size)
     products = (grouped @ keys.transpose(2, 3)).reshape(batch, heads, length, tokens)
     scores = products * scoring.scale
-    if scoring.softcap:
+    if scoring.softcap not in (None, 0):
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = torch.where(allowed, scores.to(torch.float32), torch.finfo(torch.float32).min)
     if scoring.sinks is not None:

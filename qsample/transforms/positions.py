@@ -114,7 +114,7 @@ def _counts(table: nn.Module) -> list[str]:
     transformers differ in their name: `past_key_values_length`, `cache_length`."""
     parameters = inspect.signature(table.forward).parameters
     return [
-        name for name, one in parameters.items() if type(one.default) is int and not one.default
+        name for name, one in parameters.items() if type(one.default) is int and one.default == 0
     ]
 
 

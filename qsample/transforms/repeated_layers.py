@@ -275,7 +275,7 @@ class StandIns:
 
     def note(self, difference: str) -> None:
         """Remember the difference, if it is the first one."""
-        self.difference = self.difference or difference
+        self.difference = difference if self.difference is None else self.difference
 
 
 @dataclass(frozen=True, slots=True)

@@ -336,7 +336,10 @@ def _multi_head(
     return torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
         inputs,
-        {"num_heads": heads, "scale": float(scale or (query.shape[-1] // heads) ** -0.5)},
+        {
+            "num_heads": heads,
+            "scale": float((query.shape[-1] // heads) ** -0.5 if scale is None else scale),
+        },
         dtype=query.dtype,
         shape=(*query.shape[:2], states[2].shape[-1]),
         version=1,

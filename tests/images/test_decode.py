@@ -69,12 +69,16 @@ def test_every_mode_is_converted_as_transformers_converts_it(mode: str) -> None:
         np.testing.assert_array_equal(np.asarray(read_image(data)), want)
 
 
-def test_a_palette_with_a_transparent_color_comes_onto_white(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transparent", [0, 1])
+@pytest.mark.parametrize("form", ["PNG", "GIF"])
+def test_a_palette_with_a_transparent_color_comes_onto_white(form: str, transparent: int) -> None:
+    """Color 0 as well; in GIF files, it often is the transparent one."""
     image = Image.new("P", (2, 1))
     image.putpalette([255, 0, 0, 0, 255, 0] + [0] * 762)
     image.putpixel((1, 0), 1)
-    (tmp_path / "two.png").write_bytes(encoded(image, "PNG", transparency=1))
-    assert np.asarray(read_image(tmp_path / "two.png")).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    want = [[255, 0, 0], [0, 255, 0]]
+    want[transparent] = [255, 255, 255]
+    assert np.asarray(read_image(encoded(image, form, transparency=transparent))).tolist() == [want]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

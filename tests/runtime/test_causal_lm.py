@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qsample.package.manifest import TokenIds
 from qsample.package.package import Package
 from qsample.runtime import CausalLM, SamplingParams, load
 from tests.helpers.fake_package import BOS, MAX_POSITIONS, PAD, POISON, VOCAB, compilation
@@ -108,6 +109,19 @@ def test_a_row_ends_when_the_context_is_full(fake: Callable[..., Package]) -> No
             [[5] * 15, [6]], SamplingParams(temperature=0), prefill_chunk_size=chunk
         )
         assert len(full.token_ids[0]) == 1
+
+
+def test_token_0_fills_and_begins_prompts(fake_model: Callable[..., CausalLM]) -> None:
+    model = fake_model(manifest={"token_ids": TokenIds(pad=3, eos=(4,), bos=5)})
+    ids = {"pad_token_id": 0, "bos_token_id": 0}
+    greedy = SamplingParams(temperature=0, max_new_tokens=2, eos_token_id=())
+    padded = model.generate([[5, 6, 7], [8]], greedy, **ids)
+    assert padded.sequences[1, :3].tolist() == [0, 0, 8]
+    masked = model.generate(np.array([[5, 6, 7], [0, 0, 8]]), greedy, **ids)
+    assert masked.token_ids == padded.token_ids
+    empty = model.generate([[]], greedy, **ids)
+    assert empty.token_ids == model.generate([[0]], greedy).token_ids
+    assert empty.token_ids != model.generate([[]], greedy).token_ids
 
 
 def test_default_length_and_the_models_own_limit(model: CausalLM) -> None:

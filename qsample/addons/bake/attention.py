@@ -80,9 +80,9 @@ def check_attentions(foreign: ForeignGraph) -> None:
         for slot, why in REFUSED_SLOTS.items():
             if get_input(node, slot) is not None:
                 raise refusal(foreign.path, why)
-        if not node.attributes.get_int("causal", 1):
+        if node.attributes.get_int("causal", 1) == 0:
             raise refusal(foreign.path, f"{node.name} is not causal")
-        if node.attributes.get_int("qk_output", 0):
+        if node.attributes.get_int("qk_output", 0) != 0:
             raise refusal(
                 foreign.path, f"{node.name} returns its scores; export it without qk_output"
             )
@@ -215,7 +215,9 @@ def unfuse_attentions(foreign: ForeignGraph) -> None:
             for value, perm in ((query, [0, 2, 1, 3]), (keys, [0, 2, 3, 1]), (values, [0, 2, 1, 3]))
             if value is not None
         ]
-        scale = node.attributes.get_float("scale", 0.0) or size**-0.5
+        scale = node.attributes.get_float("scale", 0.0)
+        if scale == 0:  # the default
+            scale = size**-0.5
         number = initializer(
             foreign.graph, f"{PREFIX}scale_{scale}", np.array(scale, dtype.numpy())
         )
@@ -372,7 +374,7 @@ def put_operators(
         }
         if rule.window is not None:
             attributes["local_window_size"] = rule.window
-        if rule.softcap:
+        if rule.softcap != 0:
             attributes["softcap"] = rule.softcap
         cache = ["B", layer.heads, "T", size]
         outputs = nodes.several(
@@ -466,14 +468,14 @@ def _of_operator(foreign: ForeignGraph, layer: Layer, node: ir.Node) -> Match:
     scores.name = f"{PREFIX}scores_{layer.number}"
     scores.type = query.type
     node.attributes[_SCORES_MODE] = ir.AttrInt64(_SCORES_MODE, _WITH_CAP_AND_MASK)
-    cap = node.attributes.get_float("softcap", 0.0) or None
+    cap = node.attributes.get_float("softcap", 0.0)
     return Match(
         layer,
         query,
         scores,
-        cap,
+        None if cap == 0 else cap,
         node.outputs[0],
-        node.attributes.get_int("q_num_heads", 0) or None,
+        node.attributes.get_int("q_num_heads", None),
     )
 
 
@@ -574,7 +576,7 @@ def _rule(
     name = f"layer {match.layer.number}"
     query = _by_head(runs[0][str(match.query.name)], match.heads)
     is_known = query.ndim == 3 and all(run[str(match.scores.name)].ndim == 4 for run in runs)
-    if not is_known or len(query) % layer.heads or query.shape[-1] != layer.head_dim:
+    if not is_known or len(query) % layer.heads != 0 or query.shape[-1] != layer.head_dim:
         raise refusal(foreign.path, f"the attention of {name} is not over [B, heads, S, size]")
     caps = (
         {0.0}
@@ -590,7 +592,7 @@ def _rule(
         np.array_equal(keys, _causal(call, keys.shape[1], window))
         for call, keys in zip(calls, seen, strict=True)
     )
-    if not window or not is_causal:
+    if window == 0 or not is_causal:
         raise refusal(foreign.path, f"the mask of {name} is not causal, with or without a window")
     scale = _scale(foreign, match, runs, seen, cap)
     sink = None
@@ -653,10 +655,10 @@ def _scale(
         scores.append(results[str(match.scores.name)][0].astype(np.float64)[:, visible].ravel())
     x = np.concatenate(products)
     y = np.concatenate(scores)
-    linear = cap * np.arctanh(np.clip(y / cap, -0.999, 0.999)) if cap else y
-    fitted = np.abs(y) < 0.9 * cap if cap else np.ones(len(y), bool)
+    linear = cap * np.arctanh(np.clip(y / cap, -0.999, 0.999)) if cap != 0 else y
+    fitted = np.abs(y) < 0.9 * cap if cap != 0 else np.ones(len(y), bool)
     scale = float(x[fitted] @ linear[fitted] / max(float(x[fitted] @ x[fitted]), 1e-30))
-    wanted = cap * np.tanh(scale * x / cap) if cap else scale * x
+    wanted = cap * np.tanh(scale * x / cap) if cap != 0 else scale * x
     if scale <= 0 or not np.abs(wanted - y).max() <= _FIT_TOLERANCES[foreign.dtype] * max(
         1.0, float(np.abs(y).max())
     ):

@@ -220,8 +220,13 @@ def rewrite(
         UnsupportedModelError: the graph cannot be rewritten.
     """
     table = choose_table(foreign, rope)
-    limit = min(filter(None, (settings.context, table, *_rotary_tables(foreign))), default=None)
-    longest = min(limit or _DEFAULT_CONTEXT, foreign.size or _MAX_PROBED_TOKENS, _MAX_PROBED_TOKENS)
+    limits = settings.context, table, *_rotary_tables(foreign)
+    limit = min((one for one in limits if one is not None), default=None)
+    longest = min(
+        _DEFAULT_CONTEXT if limit is None else limit,
+        _MAX_PROBED_TOKENS if foreign.size is None else foreign.size,
+        _MAX_PROBED_TOKENS,
+    )
     is_grouped = foreign.layers[0].attention is not None
     is_unfused = False
     rotates = False
@@ -239,7 +244,7 @@ def rewrite(
         attention.drop_unseen_rows(foreign, longest)
         matches = [attention.match(foreign, layer) for layer in foreign.layers]
         rules = attention.measure(foreign, matches, longest)
-        windows = [rule.window or -1 for rule in rules]
+        windows = [-1 if rule.window is None else rule.window for rule in rules]
     counted = (
         []
         if rotates or foreign.input(POSITIONS) is not None
@@ -247,7 +252,7 @@ def rewrite(
     )
     original = Original(foreign, rewritten=foreign.changed or is_unfused or rope == "long")
     running(0.3)
-    compared = min(filter(None, (limit, foreign.size)), default=None)
+    compared = min((one for one in (limit, foreign.size) if one is not None), default=None)
     expected = reference(original, foreign.vocab_size, compared, windows)
     del original  # its session holds the weights
     _warn_of_windows(foreign, settings, windows, limit)
@@ -266,7 +271,7 @@ def rewrite(
     logits = select_last(foreign, rows, nodes)
     common_passes.RemoveUnusedNodesPass()(foreign.model)
     check_free_of_sizes(foreign)
-    if features.max_loras:
+    if features.max_loras > 0:
         raise QsampleError(
             f"max_loras is {features.max_loras}, and the layers of a decoder file have no names that adapters could be "
             "matched with; export the model's checkpoint, or leave max_loras out"
@@ -321,7 +326,11 @@ def _warn_of_windows(
     model."""
     stated = settings.window
     found = sorted({window for window in windows if window > 0})
-    if stated is not None and stated < (limit or _DEFAULT_CONTEXT) and stated not in found:
+    if (
+        stated is not None
+        and stated < (_DEFAULT_CONTEXT if limit is None else limit)
+        and stated not in found
+    ):
         has = f"of {', '.join(map(str, found))}" if found else "none: it attends to all tokens"
         warnings.warn(
             f"{foreign.path}: its configuration states an attention window of {stated} tokens, and the graph has "
@@ -333,7 +342,9 @@ def _warn_of_windows(
 def _source(
     source: GraphSource, location: Location, settings: Settings, foreign: ForeignGraph
 ) -> package.Source:
-    model_id, revision = origin_of(source.model_id, source.hub, source.file or CONFIG)
+    model_id, revision = origin_of(
+        source.model_id, source.hub, CONFIG if source.file is None else source.file
+    )
     model = foreign.model
     made_by = " ".join(filter(None, (model.producer_name, model.producer_version))) or "unknown"
     return package.Source(

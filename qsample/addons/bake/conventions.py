@@ -111,7 +111,7 @@ def is_plain_attention(node: ir.Node) -> bool:
         node.op_type == MULTI_HEAD
         and given in ([0, 1, 2], [0, 1, 2, SCORES_BIAS])
         and len(node.outputs) == 1
-        and not node.attributes.get_int("unidirectional", 0)
+        and node.attributes.get_int("unidirectional", 0) == 0
     )
 
 

@@ -183,7 +183,7 @@ def _located(file: Path, folders: tuple[Path, ...], name: str) -> Location:
     except (OSError, ValueError) as error:
         raise refusal(file, f"it is not an ONNX file ({error})") from error
     for entry in referenced:
-        if problem := problem_of_name(entry):
+        if (problem := problem_of_name(entry)) is not None:
             raise refusal(file, f"it refers to {entry!r:.120}, {problem}")
         if not (file.parent / entry).is_file():
             raise refusal(
@@ -305,23 +305,23 @@ class Settings:
         """The positions that the model knows, at most."""
         owners = (_CONFIG, self.config), (GENAI_CONFIG, self.genai)
         sizes = [_size(file, owner, name) for file, owner in owners for name in _CONTEXT_SETTINGS]
-        return min(filter(None, sizes), default=None)
+        return min((size for size in sizes if size is not None), default=None)
 
     @property
     def head_dim(self) -> int | None:
-        size = _size(_CONFIG, self.config, "head_dim") or _size(
-            GENAI_CONFIG, self._decoder, "head_size"
-        )
-        width, heads = (
-            _size(_CONFIG, self.config, name) for name in ("hidden_size", "num_attention_heads")
-        )
-        return size or (width // heads or None if width and heads else None)
+        size = _size(_CONFIG, self.config, "head_dim")
+        if size is None:
+            size = _size(GENAI_CONFIG, self._decoder, "head_size")
+        if size is not None:
+            return size
+        width = _size(_CONFIG, self.config, "hidden_size")
+        heads = _size(_CONFIG, self.config, "num_attention_heads")
+        return None if width is None or heads is None or width < heads else width // heads
 
     @property
     def vocab_size(self) -> int | None:
-        return _size(_CONFIG, self.config, "vocab_size") or _size(
-            GENAI_CONFIG, self.genai, "vocab_size"
-        )
+        size = _size(_CONFIG, self.config, "vocab_size")
+        return _size(GENAI_CONFIG, self.genai, "vocab_size") if size is None else size
 
     @property
     def model_type(self) -> str:
@@ -338,7 +338,7 @@ class Settings:
         )
         sliding = _object(GENAI_CONFIG, self._decoder, "sliding_window")
         stated = _size(_CONFIG, self.config, "sliding_window") if is_used else None
-        return stated or _size(GENAI_CONFIG, sliding, "window_size")
+        return _size(GENAI_CONFIG, sliding, "window_size") if stated is None else stated
 
     @property
     def _decoder(self) -> dict[str, Any]:

@@ -414,7 +414,9 @@ def _operator_layers(
             or node.outputs[2] not in outputs
         ):
             raise refusal(path, f"{node.name} does not return its cache")
-        size = _head_dim(node, key) or head_dim
+        size = _head_dim(node, key)
+        if size is None:
+            size = head_dim
         if size is None:
             raise refusal(
                 path,
@@ -422,7 +424,7 @@ def _operator_layers(
             )
         heads = node.attributes.get_int("kv_num_heads", 0)
         is_ring = node.attributes.get_int("sliding_window_cache", 0)
-        ring = node.attributes.get_int("local_window_size", -1) if is_ring else None
+        ring = node.attributes.get_int("local_window_size", -1) if is_ring != 0 else None
         number = layer_number(key, index)
         states = key, value, node.outputs[1], node.outputs[2]
         layers.append(Layer(number, *states, heads, size, ring=ring, attention=node))
@@ -442,14 +444,14 @@ def _head_dim(node: ir.Node, past: ir.Value) -> int | None:
     if source is None:  # queries, keys and values are packed into one tensor
         source = node.inputs[Slot.QUERY]
         parts = heads + 2 * kv_heads
-    if source is None or not parts:
+    if source is None or parts == 0:
         return None
     if source.shape is not None and len(source.shape) == 3:
         width = source.shape[2]
         if isinstance(width, int):
             return width // parts
     columns = _columns(source.producer())
-    return None if columns is None else columns // parts or None
+    return None if columns is None or columns < parts else columns // parts
 
 
 def _recurrences(path: Path, graph: ir.Graph) -> tuple[Recurrence, ...]:
@@ -517,9 +519,9 @@ def _plain_layers(path: Path, pasts: Iterable[ir.Value], outputs: set[ir.Value])
             heads = key.past.shape[1]
         else:
             heads = _heads(key.present) or 0
-            if isinstance(size, int) and heads:
+            if isinstance(size, int) and heads > 0:
                 size //= heads
-        if not isinstance(heads, int) or not isinstance(size, int) or not heads:
+        if not isinstance(heads, int) or not isinstance(size, int) or heads == 0:
             raise refusal(path, f"{key.past.name} has no fixed number and size of heads")
         new = None if key.new is None or value.new is None else (key.new, value.new)
         states = key.past, value.past, key.present, value.present
@@ -589,7 +591,8 @@ def _heads(keys: ir.Value) -> int | None:
     }
     if len(found) != 1:
         return None
-    return found.pop() or None
+    heads = found.pop()
+    return None if heads == 0 else heads
 
 
 def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | None:
@@ -604,7 +607,8 @@ def _vocab_size(graph: ir.Graph, logits: ir.Value, stated: int | None) -> int | 
             value for value in node.inputs if value is not None and value.const_value is None
         ]
         node = computed[0].producer() if computed else None
-    return _columns(node) or stated
+    columns = _columns(node)
+    return stated if columns is None else columns
 
 
 def _columns(product: ir.Node | None) -> int | None:
@@ -612,11 +616,11 @@ def _columns(product: ir.Node | None) -> int | None:
     if product is None:
         return None
     if product.op_type == "MatMulNBits":
-        return product.attributes.get_int("N", 0) or None
+        return product.attributes.get_int("N", None)
     if product.op_type not in ("MatMul", "FusedMatMul", "Gemm"):
         return None
     weight = product.inputs[1]
     if weight is None or weight.shape is None or len(weight.shape) != 2:
         return None
-    size = weight.shape[0 if product.attributes.get_int("transB", 0) else 1]
+    size = weight.shape[0 if product.attributes.get_int("transB", 0) != 0 else 1]
     return size if isinstance(size, int) else None

@@ -265,7 +265,9 @@ def _counting_values(foreign: ForeignGraph) -> list[ir.Value]:
             if not is_float:
                 found[value] = None
                 waiting.append(value)
-    return [value for value in found if value.name and value.dtype in (None, _INT64)]
+    return [
+        value for value in found if value.name not in (None, "") and value.dtype in (None, _INT64)
+    ]
 
 
 def use_row_positions(foreign: ForeignGraph, rows: Rows, counted: Iterable[ir.Value]) -> None:
@@ -430,7 +432,9 @@ def choose_table(foreign: ForeignGraph, rope: str | None) -> int | None:
         tables = _constants(foreign, node, node.attributes[branch].as_graph())
         for output, table in zip(node.outputs, tables, strict=True):
             output.replace_all_uses_with(
-                initializer(foreign.graph, f"{output.name}.{rope or 'short'}", table)
+                initializer(
+                    foreign.graph, f"{output.name}.{'short' if rope is None else rope}", table
+                )
             )
         limits.append(
             int(tables[0].shape[0])

@@ -126,7 +126,7 @@ def _facts(decoder: Description) -> dict[str, Any]:
         "operators": decoder.operators,
         "layers": decoder.layers,
     }
-    if decoder.states:
+    if decoder.states > 0:
         facts["states"] = f"{decoder.states} recurrent or convolutional"
     if decoder.dtype:
         facts["numbers"] = f"{decoder.dtype} caches, vocabulary {decoder.vocab_size}"

@@ -126,7 +126,7 @@ def use_contract_names(
     _rename_axes(graph)
     graph.sort()
     set_opset(foreign)
-    model.ir_version = max(model.ir_version or _IR_VERSION, _IR_VERSION)
+    model.ir_version = max(model.ir_version, _IR_VERSION)
     common_passes.ClearMetadataAndDocStringPass()(model)
     model.producer_name = "qsample"
     model.producer_version = None
@@ -178,7 +178,11 @@ def record_shapes(
         for node in model.graph
     )
     sizes = [
-        (rows, min(tokens, limit or tokens), min(capacity, limit or capacity))
+        (
+            rows,
+            min(tokens, tokens if limit is None else limit),
+            min(capacity, capacity if limit is None else limit),
+        )
         for rows, tokens, capacity in (*_SIZES, *([_MANY_TOKENS_SIZES] if counts else []))
     ]
     runs = [
@@ -189,7 +193,7 @@ def record_shapes(
     for node in model.graph:
         for value in node.outputs:
             name = str(value.name)
-            if not value.name or name not in runs[0]:
+            if value.name in (None, "") or name not in runs[0]:
                 continue
             found = [run[name] for run in runs]
             value.type = ir.TensorType(ir.DataType.from_numpy(found[0].dtype))
@@ -232,7 +236,10 @@ def _run(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     fixed = _from_constants(graph)
     values = [
-        value for node in graph for value in node.outputs if value.name and value not in fixed
+        value
+        for node in graph
+        for value in node.outputs
+        if value.name not in (None, "") and value not in fixed
     ]
     session = ort.InferenceSession(with_outputs(model, values), options, providers=[CPU])
     names = [output.name for output in session.get_outputs()]

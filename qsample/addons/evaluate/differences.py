@@ -130,14 +130,19 @@ def verify(  # noqa: PLR0913  # keywords of the public API
     check_count("batch_size", batch_size)
     max_length = window_length(models, max_length, _DEFAULT_MAX_LENGTH)
     windows = _windows(models, text, positions, max_length)
-    rows = min(batch_size, len(windows), compiled_for(models[0])[1] or batch_size)
+    most_rows = compiled_for(models[0])[1]
+    rows = min(batch_size, len(windows), batch_size if most_rows is None else most_rows)
 
     def read(package: Package, sessions: Sessions, form: str) -> Iterator[tuple[int, Array]]:
         """The place and the logits [V] of each scored token."""
         capacity, most = compiled_for(package)
-        count = 1 if form == SEQUENTIAL_FORM else min(rows, most or rows)
+        count = 1 if form == SEQUENTIAL_FORM else min(rows, rows if most is None else most)
         stepper = Stepper(
-            sessions, count, capacity or max_length, captured=form == CAPTURED_FORM, logits=True
+            sessions,
+            count,
+            max_length if capacity is None else capacity,
+            captured=form == CAPTURED_FORM,
+            logits=True,
         )
         for place, _, (logits,) in read_windows(
             [stepper], windows, count, prefill=form == BATCHED_FORM

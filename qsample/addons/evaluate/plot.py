@@ -46,7 +46,9 @@ def draw(evaluation: Evaluation, path: str | Path) -> None:
     for right in others:
         _points(right, shown, [one.step_ms or 0.0 for one in shown], "decode step of one row, ms")
     reference = Path(compared[0].comparisons[0].reference).name if compared else None
-    left.set_ylabel(f"KL divergence from {reference}, nats a token" if reference else "perplexity")
+    left.set_ylabel(
+        f"KL divergence from {reference}, nats a token" if reference is not None else "perplexity"
+    )
     figure.legend(
         *left.get_legend_handles_labels(),
         loc="outside right upper",

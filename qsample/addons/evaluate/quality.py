@@ -170,7 +170,9 @@ def evaluate(  # noqa: PLR0913  # keywords of the public API
     for index, one in enumerate(models):
         report(f"{Stage.LOADING} {one.path.name}", 0.05 * index / len(models))
         sessions = open_sessions(one, options=options, logits=True)
-        steppers.append(Stepper(sessions, rows, compiled_for(one)[0] or max_length, logits=True))
+        ctx_len, _ = compiled_for(one)
+        capacity = max_length if ctx_len is None else ctx_len
+        steppers.append(Stepper(sessions, rows, capacity, logits=True))
     for done, (place, token, logits) in enumerate(read_windows(steppers, windows, rows), 1):
         scores.add(place, token, logits)
         report(Stage.READING_TEXT, 0.05 + (0.75 if step_time else 0.95) * done / scores.tokens)
@@ -310,7 +312,8 @@ def compiled_for(package: Package) -> tuple[int | None, int | None]:
 
 def _longest_context(package: Package) -> int | None:
     """The most tokens of a row; None for any number."""
-    return compiled_for(package)[0] or package.manifest.max_position_embeddings
+    ctx_len, _ = compiled_for(package)
+    return package.manifest.max_position_embeddings if ctx_len is None else ctx_len
 
 
 def _label(package: Package) -> str:
@@ -324,7 +327,7 @@ def _label(package: Package) -> str:
         "packed by the checkpoint" if package.manifest.packed_weights else None,
         f"{figures['kv_cache_dtype']} cache" if "kv_cache_dtype" in figures else None,
     )
-    return ", ".join(str(part) for part in parts if part)
+    return ", ".join(str(part) for part in parts if part not in (None, ""))
 
 
 def _step_time(package: Package, threads: int | None, report: Progress) -> float:
@@ -332,7 +335,9 @@ def _step_time(package: Package, threads: int | None, report: Progress) -> float
     from qsample.runtime.bench import measure
 
     report(f"{Stage.TIMING} {package.path.name}", 0.8)
-    longest = _longest_context(package) or 2 * _TIMED_TOKENS
+    longest = _longest_context(package)
+    if longest is None:
+        longest = 2 * _TIMED_TOKENS
     # Eight places are left for the steps that warm up.
     tokens = max(1, min(_TIMED_TOKENS, (longest - 8) // 2))
     model = load(package.path, intra_op_num_threads=threads, verify=False)

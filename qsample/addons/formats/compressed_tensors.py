@@ -381,7 +381,7 @@ def _described(weights: Mapping[str, Any]) -> str:
 def _block(scheme: Scheme, shape: Sequence[int]) -> tuple[int, int]:
     """The rows and the inputs that share a scale in a matrix of this shape."""
     rows, columns = scheme.block
-    return rows or shape[0], columns or shape[1]
+    return (shape[0] if rows is None else rows), (shape[1] if columns is None else columns)
 
 
 def _zero_points(parts: Mapping[str, Tensor]) -> Tensor | None:

@@ -167,7 +167,7 @@ def _check_gptq(parts: Parts, quantization: Quantization) -> int:
     if g_idx is not None:
         check_part("g_idx", g_idx, _INDEX_DTYPES, (None,), "the group of each input")
         bits = _bits(rows, len(g_idx), parts, quantization)
-    if rows * _WORD_BITS % bits:
+    if rows * _WORD_BITS % bits != 0:
         raise ValueError(
             f"its qweight has {rows} rows of {_WORD_BITS} bits, which {bits}-bit levels do not fill"
         )
@@ -190,12 +190,12 @@ def _bits(rows: int, inputs: int, parts: Parts, quantization: Quantization) -> i
     number of bits, or if the layer's zero points have another."""
     stated = quantization.bits
     bits, rest = divmod(rows * _WORD_BITS, inputs)
-    if bits == stated and not rest:
+    if bits == stated and rest == 0:
         return bits
     words = _words(parts["qweight"].shape[1], bits)
     qzeros = parts.get("qzeros")
     zero_points_agree = qzeros is None or qzeros.ndim < 2 or qzeros.shape[1] == words
-    if rest or bits not in BITS["gptq"] or not zero_points_agree:
+    if rest != 0 or bits not in BITS["gptq"] or not zero_points_agree:
         raise ValueError(
             f"its parts do not fit: g_idx has {inputs} entries, and must have one for each of the "
             f"{rows * _WORD_BITS // stated} inputs that {rows} rows of qweight hold in {stated} bits"

@@ -98,7 +98,7 @@ class Mlx:
         outputs = len(weight)
         inputs = weight.shape[1] * 32 // bits
         why = f"weight has {outputs} outputs, and {inputs} inputs in {bits} bits, in groups of {options.group_size}"
-        if inputs % options.group_size:
+        if inputs % options.group_size != 0:
             raise ValueError(why)
         shape = (outputs, inputs // options.group_size)
         if options.mode != _AFFINE:

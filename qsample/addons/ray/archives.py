@@ -78,7 +78,11 @@ def _cache_folder() -> Path:
     # Windows gives each user a temporary folder, and its files have no uid.
     user = os.getuid() if hasattr(os, "getuid") else 0
     given = os.environ.get(CACHE_VARIABLE)
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"qsample-ray-{user}"
+    folder = (
+        Path(given)
+        if given not in (None, "")
+        else Path(tempfile.gettempdir()) / f"qsample-ray-{user}"
+    )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     # Every user may write to the system's temporary folder.
     if folder.stat().st_uid != user:

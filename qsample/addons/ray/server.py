@@ -54,7 +54,11 @@ def serve_app(
         )
     from ray import serve
 
-    slots = settings.slots or max(map(_default_slots, settings.models.values()))
+    slots = (
+        max(map(_default_slots, settings.models.values()))
+        if settings.slots is None
+        else settings.slots
+    )
     if settings.threads is None:
         settings = replace(settings, threads=max(1, int(num_cpus)))
     if autoscaling_config is not None or num_replicas == "auto":
@@ -95,6 +99,6 @@ def _default_slots(path: str) -> int:
         compilation = read_package(path, verify=False).manifest.compilation
     except (OSError, QsampleError):
         return DEFAULT_SLOTS
-    if compilation is None or not compilation.batch_size:
+    if compilation is None or compilation.batch_size is None:
         return DEFAULT_SLOTS
     return compilation.batch_size

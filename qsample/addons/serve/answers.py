@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -47,7 +46,7 @@ class Answers:
         self._choices = choices
         self._form = form
         self._head = {
-            "id": f"{choices[0].prefix}-{body.request_id or uuid.uuid4().hex}",
+            "id": f"{choices[0].prefix}-{body.id_of_answer()}",
             "created": int(time.time()),
             "model": model.name,
         }
@@ -312,7 +311,7 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         details: dict[str, Any] = {**self._form.usage_details}
-        if self._model.interface.features.num_speculative_tokens:
+        if self._model.interface.features.num_speculative_tokens > 0:
             drafts = sum((output.usage.drafts for output in outputs), NO_DRAFTS)
             details["accepted_prediction_tokens"] = drafts.num_accepted_tokens
             details["rejected_prediction_tokens"] = (
@@ -371,7 +370,7 @@ async def _merged(requests: Sequence[Request]) -> AsyncIterator[tuple[int, Delta
     readers = [asyncio.create_task(read(index, request)) for index, request in enumerate(requests)]
     num_running = len(readers)
     try:
-        while num_running:
+        while num_running > 0:
             index, item = await queue.get()
             if isinstance(item, BaseException):
                 raise item

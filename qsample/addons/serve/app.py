@@ -463,7 +463,7 @@ class _Server:
         self, model: ServedModel, body: ChatCompletionRequest
     ) -> list[int] | None:
         """The tokens that the answer is expected to have, if the package checks guesses."""
-        if body.prediction is None or not model.interface.features.num_speculative_tokens:
+        if body.prediction is None or model.interface.features.num_speculative_tokens == 0:
             return None
         max_characters = _MAX_CHARACTERS_OF_A_PREDICTED_TOKEN * model.max_model_len
         (tokens,) = await self._encode(model, [body.prediction.text[:max_characters]], False)

@@ -230,18 +230,18 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             )
         if self.tool_choice == "required" and not names:
             raise ValueError('tool_choice is "required" and the request has no tools')
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs not in (None, 0) and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 
     @property
     def token_limit(self) -> int | None:
         """The largest number of tokens of an answer, if the request limits it."""
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def token_limit_field(self) -> str:
-        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+        return "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens"
 
     @property
     def num_alternatives(self) -> int | None:

@@ -394,7 +394,7 @@ class CompletionChoice(Choice):
         if self._prompt_ids is not None:
             choice["prompt_token_ids"] = self._prompt_ids
             choice["token_ids"] = []
-        if self._echo or choice["logprobs"] or "token_ids" in choice:
+        if self._echo not in (None, "") or choice["logprobs"] or "token_ids" in choice:
             return [choice]
         return []
 
@@ -439,7 +439,7 @@ class CompletionChoice(Choice):
         start = {
             "tokens": [texts.label(first)],
             "token_logprobs": [None],
-            "top_logprobs": [None] if self._num_alternatives else None,
+            "top_logprobs": [None] if self._num_alternatives > 0 else None,
             "text_offset": [0],
         }
         rest = self._logprobs(others, self.scores.outputs, self._width(first))
@@ -476,7 +476,9 @@ class CompletionChoice(Choice):
         return {
             "tokens": strings,
             "token_logprobs": values,
-            "top_logprobs": alternatives if self._num_alternatives or self.listed else None,
+            "top_logprobs": alternatives
+            if self._num_alternatives not in (None, 0) or self.listed
+            else None,
             "text_offset": text_offsets,
         }
 
@@ -504,7 +506,7 @@ def _likeliest(
     outputs: Mapping[str, Array], index: int, num_alternatives: int | None
 ) -> list[tuple[int, float]]:
     """The likeliest tokens in a token's place, with their log-probabilities."""
-    if not num_alternatives:
+    if num_alternatives in (None, 0):
         return []
     ids = outputs[_TOP_IDS][index, :num_alternatives]
     values = outputs[_TOP_VALUES][index, :num_alternatives]

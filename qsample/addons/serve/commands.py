@@ -174,7 +174,7 @@ def _settings(
     """
     loras = read_loras(shared.lora)
     api_keys = values["api_keys"]
-    if not api_keys and os.environ.get(KEY_VARIABLE):
+    if not api_keys and os.environ.get(KEY_VARIABLE, "") != "":
         api_keys = (os.environ[KEY_VARIABLE],)
     chat_template = shared.chat_template
     if chat_template is not None:

@@ -42,7 +42,7 @@ class AnswerForm:
             return None
         if self.prepared.tables is None:
             return "host"
-        return "graph" if self.shortest else None
+        return "graph" if self.shortest > 0 else None
 
     @property
     def usage_details(self) -> dict[str, str]:

@@ -172,7 +172,7 @@ class ApiError(QsampleError):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the error. `Exchanges` counts it by its code, or by its type."""
-        scope[_REFUSAL_REASON] = self.code or self.kind
+        scope[_REFUSAL_REASON] = self.kind if self.code is None else self.code
         answer = json_response(self.body(_path_of(scope)), self.status, self.headers)
         await answer(scope, receive, send)
 
@@ -580,7 +580,7 @@ class Exchanges:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if not status:
+            if status == 0:
                 await as_api_error(error)(scope, receive, send_with_id)
             raise
         finally:

@@ -41,7 +41,7 @@ class Room:
         """Wait until bytes are free, and take them. More bytes than there are wait until all are
         free."""
         async with self._turn:
-            while self._num_taken and self._num_taken + num_bytes > self._num_bytes:
+            while self._num_taken > 0 and self._num_taken + num_bytes > self._num_bytes:
                 self._given_back.clear()
                 await self._given_back.wait()
             self._num_taken += num_bytes

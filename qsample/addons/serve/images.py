@@ -277,7 +277,7 @@ class MediaReader:
         if not self.domains:
             raise _refused(
                 f"{given}, and this server fetches no images; send a data URL, or start it with "
-                f"--allowed-media-domains {parts.hostname or 'HOST'}"
+                f"--allowed-media-domains {'HOST' if parts.hostname is None else parts.hostname}"
             )
         is_plain_https = (
             parts.scheme == "https" and port in (None, _HTTPS_PORT) and parts.username is None

@@ -3,7 +3,6 @@ content with their events."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
@@ -398,7 +397,7 @@ class CountTokensRequest(GenerationRequest):
             if name in GenerationRequest.model_fields
         }
         messages = list(self.messages)
-        if self.system:
+        if self.system not in (None, ""):
             messages.insert(0, {"role": "system", "content": self.system})
         last = self.messages[-1]
         choice = self.tool_choice or ToolChoice(type="auto")
@@ -468,7 +467,7 @@ class MessageChoice(ChatChoice):
         super().__init__(0, model, body.chat, prompt, form)
         self._max_tokens = body.max_tokens
         self._message: Event = {
-            "id": f"msg_{body.request_id or uuid.uuid4().hex}",
+            "id": f"msg_{body.id_of_answer()}",
             "type": "message",
             "role": "assistant",
             "model": model.name,

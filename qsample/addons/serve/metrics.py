@@ -228,7 +228,7 @@ class _Engines(Collector):
         for model in self._models():
             stats = model.engine.stats()
             max_loras = model.interface.features.max_loras
-            if max_loras:
+            if max_loras > 0:
                 running_adapters = ",".join(stats.running_adapters)
                 waiting_adapters = ",".join(stats.waiting_adapters)
                 labels = [model.name, str(max_loras), running_adapters, waiting_adapters]

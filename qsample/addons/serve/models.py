@@ -154,7 +154,7 @@ class ServedModel:
             num_guesses = settings.speculative_config["num_speculative_tokens"]
             max_guesses = self.interface.features.num_speculative_tokens
             if num_guesses > max_guesses:
-                remedy = f"ask for at most {max_guesses}" if max_guesses else "leave it out"
+                remedy = f"ask for at most {max_guesses}" if max_guesses > 0 else "leave it out"
                 raise ValueError(
                     f"speculative_config asks for {num_guesses} guesses a step, and the package "
                     f"checks {max_guesses}; {remedy}, or compile the portable package with "
@@ -212,7 +212,7 @@ class ServedModel:
     def _template(self) -> str:
         templates = None if self.model.tokenizer is None else self.model.tokenizer.chat_template
         if isinstance(templates, Mapping):
-            return templates.get("tool_use") or templates.get("default", "")
+            return templates.get("tool_use", templates.get("default", ""))
         return templates or ""
 
     @property
@@ -459,7 +459,7 @@ class ServedModel:
         stops = self.ends if params.eos_token_id is None else params.eos_token_id
         shortest = form.shortest
         counted = ", its stop token included"
-        if shortest and not stops:
+        if shortest > 0 and not stops:
             shortest -= 1
             counted = ""
         limit = params.max_new_tokens
@@ -751,7 +751,7 @@ class ServedModels:
         Raises:
             ApiError: the name is unknown. The error is about the field `param`.
         """
-        if not name:
+        if name in (None, ""):
             return next(iter(self))
         if name not in self._models:
             raise unknown_model(name, self._models, param=param)

@@ -419,7 +419,7 @@ class ToolReader:
     def _take_head(self, pattern: re.Pattern[str]) -> str | None:
         """The name of the call that begins the held text; None if it does not begin a call in its
         usual form."""
-        if self._num_calls:
+        if self._num_calls > 0:
             end_of_last_call = _END_OF_A_CALL.match(self._held_text)
             assert end_of_last_call is not None  # It matches the empty text.
             self._held_text = self._held_text[end_of_last_call.end() :]
@@ -450,18 +450,18 @@ class ToolReader:
         """The rest of the text and of the calls."""
         if not self._has_reached_calls:
             return TextAndCalls(self._held_text, [])
-        if self._num_calls and (self._open_arguments is not None or not self.parallel):
+        if self._num_calls > 0 and (self._open_arguments is not None or not self.parallel):
             return TextAndCalls("", [])
         rest = self._held_text.strip(" \n\t,;")
         calls: list[FunctionCall] = []
         # TypeError: the calls have a Python value that JSON lacks, such as a set.
         with suppress(ValueError, TypeError, RecursionError):
-            calls = self.format.read(rest.rstrip("]") if self._num_calls else rest, self.tools)
+            calls = self.format.read(rest.rstrip("]") if self._num_calls > 0 else rest, self.tools)
         if calls and all(call.name in self.tools for call in calls):
             if not self.parallel:
                 del calls[1:]
             return TextAndCalls("", [self._begin_call(call) for call in calls])
-        is_cut_off = bool(self._num_calls) and not calls and self._may_begin_a_call(rest)
+        is_cut_off = self._num_calls > 0 and not calls and self._may_begin_a_call(rest)
         return TextAndCalls("" if is_cut_off else self._held_text, [])
 
     def _may_begin_a_call(self, text: str) -> bool:
@@ -508,7 +508,7 @@ class _JsonObject:
             self._is_quoted = character == '"'
             self._depth += (character in "{[") - (character in "}]")
             certain.append(self._with_held(character))
-            if not self._depth:
+            if self._depth == 0:
                 self.rest = text[place:]
                 break
         return "".join(certain)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
+import uuid
 from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -151,7 +152,11 @@ class Body(JsonBody):
         fields: dict[str, str] = {}
         for field, info in cls.model_fields.items():
             alias = info.validation_alias
-            names = alias.choices if isinstance(alias, AliasChoices) else [info.alias or field]
+            names = (
+                alias.choices
+                if isinstance(alias, AliasChoices)
+                else [field if info.alias is None else info.alias]
+            )
             fields.update((str(name), field) for name in names)
         return fields
 
@@ -512,7 +517,7 @@ class GenerationRequest(FilterFields):
     @property
     def num_choices(self) -> int:
         """The number of answers to each prompt."""
-        return self.n or 1
+        return 1 if self.n is None else self.n
 
     @property
     def token_limit(self) -> int | None:
@@ -523,6 +528,10 @@ class GenerationRequest(FilterFields):
     def token_limit_field(self) -> str:
         """The field that limits the tokens of an answer."""
         return "max_tokens"
+
+    def id_of_answer(self) -> str:
+        """The request's `request_id`, or a new identifier if it has none or an empty one."""
+        return uuid.uuid4().hex if self.request_id in (None, "") else self.request_id
 
     @property
     def num_engine_requests(self) -> int:
@@ -561,12 +570,14 @@ class GenerationRequest(FilterFields):
             if name in _SMALLEST_VALUES:
                 value = max(value, _SMALLEST_VALUES[name])
             fields[name] = value
-        if self.token_limit:
+        if self.token_limit not in (None, 0):
             fields["max_new_tokens"] = self.token_limit
-        if self.min_tokens:
+        if self.min_tokens is not None:
             fields["min_new_tokens"] = self.min_tokens
         biases = {
-            int(token): float(amount) for token, amount in (self.logit_bias or {}).items() if amount
+            int(token): float(amount)
+            for token, amount in (self.logit_bias or {}).items()
+            if amount != 0
         }
         if biases:  # Not every package takes biases.
             fields["logit_bias"] = biases
@@ -762,11 +773,11 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
-        if self.suffix:
+        if self.suffix not in (None, ""):
             raise ValueError(
                 "suffix is not done here: the model writes the continuation of a prompt"
             )
-        if self.max_tokens == 0 and self.min_tokens:
+        if self.max_tokens == 0 and self.min_tokens not in (None, 0):
             raise ValueError(f"min_tokens is {self.min_tokens} and max_tokens 0; leave out either")
         return self
 

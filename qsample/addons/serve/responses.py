@@ -115,7 +115,7 @@ def _in_namespace(tool: Any, namespace: Any) -> Any:
 
 def _full_name(namespace: str | None, name: str) -> str:
     """The name of a function for the model, which knows no namespaces."""
-    if not namespace:
+    if namespace in (None, ""):
         return name
     return f"{namespace.removesuffix(_NAMESPACE_SEPARATOR)}{_NAMESPACE_SEPARATOR}{name}"
 
@@ -370,7 +370,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:
-        if self.top_logprobs and _LOGPROBS_OPTION not in (self.include or ()):
+        if self.top_logprobs not in (None, 0) and _LOGPROBS_OPTION not in (self.include or ()):
             raise ValueError(f'top_logprobs needs include: ["{_LOGPROBS_OPTION}"]')
         form = self.text.format if self.text is not None else None
         if form is not None and form.type == "json_schema" and form.schema_ is None:
@@ -456,7 +456,10 @@ class ResponsesRequest(GenerationRequest):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": effort, "summary": None},
             "temperature": params.temperature,
-            "text": {"format": text_format, "verbosity": text.verbosity or "medium"},
+            "text": {
+                "format": text_format,
+                "verbosity": "medium" if text.verbosity is None else text.verbosity,
+            },
             "tool_choice": tool_choice,
             "tools": tools,
             "top_logprobs": self.top_logprobs or 0,
@@ -725,7 +728,7 @@ class ResponseAnswers(NamedEvents):
     ) -> None:
         """The arguments are as for `Answers`; `params` and `prompt` are those of the answer."""
         response = {
-            "id": f"resp_{body.request_id or uuid.uuid4().hex}",
+            "id": f"resp_{body.id_of_answer()}",
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,

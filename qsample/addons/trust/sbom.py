@@ -90,10 +90,10 @@ def _checkpoint(source: Source) -> dict[str, Any]:
         "bom-ref": "checkpoint",
         "name": base,
     }
-    if source.license:
+    if source.license not in (None, ""):
         checkpoint["licenses"] = [{"license": {"name": source.license}}]
     checkpoint["components"] = _files("checkpoint", source.files)
-    if source.revision:
+    if source.revision not in (None, ""):
         checkpoint["version"] = source.revision
         checkpoint["purl"] = f"pkg:huggingface/{base}@{source.revision}"
     return checkpoint

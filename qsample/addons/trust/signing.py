@@ -50,7 +50,7 @@ def sign(
     path = folder / SIGNATURE_NAME
     if path.exists() and not overwrite:
         raise PackageError(f"{folder} is signed already; give overwrite to sign it anew")
-    password = os.environ.get(PASSWORD_VARIABLE)
+    password = os.environ.get(PASSWORD_VARIABLE, "")
     config = library.signing.Config()
     config.set_hashing_config(library.hashing.Config().set_ignored_paths(paths=[SIGNATURE_NAME]))
     try:
@@ -58,7 +58,8 @@ def sign(
             config.use_sigstore_signer(use_ambient_credentials=True)
         elif certificate is None:
             config.use_elliptic_key_signer(
-                private_key=private_key, password=password.encode() if password else None
+                private_key=private_key,
+                password=password.encode() if password != "" else None,
             )
         else:
             config.use_certificate_signer(
@@ -71,8 +72,9 @@ def sign(
     except (
         Exception
     ) as error:  # cryptography, OpenSSL, sigstore, the network and the disk have their own errors.
+        signer = "sigstore" if private_key is None else private_key
         raise PackageError(
-            f"cannot sign {folder} with {private_key or 'sigstore'} ({error_line(error)}); a key is a PEM file of an "
+            f"cannot sign {folder} with {signer} ({error_line(error)}); a key is a PEM file of an "
             f"elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, and a certificate is the "
             "key's own, with its issuer's in the chain"
         ) from error

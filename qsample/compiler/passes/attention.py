@@ -326,7 +326,7 @@ def absorb_qk_norms(model: ir.Model) -> bool:
             query is None
             or key is None
             or query.epsilon != key.epsilon
-            or not node.attributes.get_int("do_rotary", 0)
+            or node.attributes.get_int("do_rotary", 0) == 0
         ):
             continue
         set_inputs(node, {Slot.QUERY: query.source, Slot.KEY: key.source})

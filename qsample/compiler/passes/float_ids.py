@@ -111,7 +111,7 @@ def _in_float32(node: ir.Node) -> bool:
         value = node.inputs[index]
         assert value is not None
         node.replace_input_with(index, cast(value, ir.DataType.FLOAT, node))
-    dtype = output.dtype or data.dtype
+    dtype = data.dtype if output.dtype is None else output.dtype
     back = put_behind(output, "Cast", attributes={"to": dtype}, dtype=dtype)
     back.name = output.name
     output.name = f"{output.name}_as_float"

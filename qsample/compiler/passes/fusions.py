@@ -143,7 +143,7 @@ def _near_number(value: ir.Value) -> Array | None:
         value.dtype is None
         or not value.dtype.is_floating_point()
         or value.shape is None
-        or len(value.shape)
+        or len(value.shape) > 0
     ):
         return None
     number = constant(value)
@@ -175,7 +175,7 @@ def replace_gemms(model: ir.Model) -> bool:
 def _is_plain(node: ir.Node) -> bool:
     attributes = node.attributes
     scaled = attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0
-    transposed = attributes.get_int("transA", 0) or attributes.get_int("transB", 0)
+    transposed = attributes.get_int("transA", 0) != 0 or attributes.get_int("transB", 0) != 0
     weight = node.inputs[1]
     constant = weight is not None and weight.is_initializer()
     source = node.inputs[0]

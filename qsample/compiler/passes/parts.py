@@ -232,7 +232,7 @@ def _balanced(weights: Sequence[_Weights], count: int) -> list[int]:
             together |= weights[end - 1]
             size[start, end] = sum(together.values())
     # best[end]: the largest group, and all ends, of the groups up to `end`
-    best = {end: (size[0, end], [0, end]) for end in ends if end}
+    best = {end: (size[0, end], [0, end]) for end in ends if end != 0}
     for groups in range(2, count + 1):
         best = {
             end: min(

@@ -269,9 +269,12 @@ def absorb_rope(model: ir.Model, capacity: int) -> bool:
         key = _rotary(node.inputs[Slot.KEY])
         if query is None or key is None or not _same_rotation(query, key):
             continue
-        if node.attributes.get_int("do_rotary", 0):
+        if node.attributes.get_int("do_rotary", 0) != 0:
             continue
-        if key.head_size % _SIZE_MULTIPLE or key.rotary_size(key.head_size) % _SIZE_MULTIPLE:
+        if (
+            key.head_size % _SIZE_MULTIPLE != 0
+            or key.rotary_size(key.head_size) % _SIZE_MULTIPLE != 0
+        ):
             continue
         angles = tuple(key.node.inputs[1:4])
         if angles not in tables:
@@ -294,7 +297,8 @@ class _Rotary(NamedTuple):
         return int(self.node.attributes.get_int("interleaved", 0) or 0)
 
     def rotary_size(self, head_size: int) -> int:
-        return int(self.node.attributes.get_int("rotary_embedding_dim", 0) or 0) or head_size
+        size = int(self.node.attributes.get_int("rotary_embedding_dim", 0) or 0)
+        return head_size if size == 0 else size
 
 
 def _rotary(value: ir.Value | None) -> _Rotary | None:
@@ -309,7 +313,7 @@ def _rotary(value: ir.Value | None) -> _Rotary | None:
         or x.shape is None
         or len(x.shape) != 3
         or not isinstance(x.shape[2], int)
-        or not heads
+        or heads == 0
     ):
         return None
     plain = (

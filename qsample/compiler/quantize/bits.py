@@ -47,7 +47,9 @@ class BitsTable:
         return (
             None
             if bits is None
-            else replace(otherwise, bits=bits, block_size=size or otherwise.block_size)
+            else replace(
+                otherwise, bits=bits, block_size=otherwise.block_size if size is None else size
+            )
         )
 
 
@@ -56,7 +58,7 @@ PLAIN: Final = BitsTable({})
 
 def table_of(given: Mapping[str, str], bits: int, preset: Preset, layers: int) -> BitsTable:
     """The table of a model of that many layers: the caller's entries before the defaults of weights in `bits`."""
-    outer = [f"layers.{layer}.*" for layer in (0, layers - 1)] if layers else []
+    outer = [f"layers.{layer}.*" for layer in (0, layers - 1)] if layers != 0 else []
     defaults = {}
     if bits == 4:
         defaults = {HEAD: preset.head, **dict.fromkeys(outer, preset.outer)}
@@ -90,7 +92,7 @@ def names_of(graph: ir.Graph, nodes: Collection[ir.Node]) -> dict[ir.Node, str]:
     ]
     for layer, mixer in enumerate(mixers):
         end = starts[layer + 1] if layer + 1 < len(mixers) else len(order)
-        first = starts[layer] if layer else 0
+        first = starts[layer] if layer != 0 else 0
         members = [node for node in own if first <= order[node] < end and node not in names]
         behind = [node for node in members if order[node] > order[mixer]]
         for node in members:

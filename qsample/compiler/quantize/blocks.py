@@ -53,8 +53,8 @@ class QuantizedWeight:
         self.experts = experts[0] if experts else None
         outputs, self.inputs = (first, second) if outputs_first else (second, first)
         size = quantization.block_size
-        self.rows = rows or outputs
-        self.columns = columns or -(-self.inputs // size) * size
+        self.rows = outputs if rows is None else rows
+        self.columns = -(-self.inputs // size) * size if columns is None else columns
         self._name = str(value.name)
         self._levels = levels
         self._initializers: dict[str, ir.Value] = {}
@@ -145,14 +145,14 @@ class QuantizedWeight:
 
     def _pieces(self) -> Iterator[Piece]:
         """Computes blocks [rows, row_blocks, block_bytes] of some rows each, and notes their scales."""
-        rows = (self.experts or 1) * self.rows
+        rows = (1 if self.experts is None else self.experts) * self.rows
         self._scales = np.empty((rows, self.row_blocks), self.tensor.dtype.numpy())
         self._zeros = (
             np.empty((rows, self.row_blocks), np.uint8) if self.quantization.zero_points else None
         )
         source = readable(self.tensor)
         at_once = max(1, PIECE_ELEMENTS // self.columns)
-        for expert in range(self.experts or 1):
+        for expert in range(1 if self.experts is None else self.experts):
             for start in range(0, self.rows, at_once):
                 place = expert * self.rows + start
                 stop = min(start + at_once, self.rows)

@@ -50,7 +50,9 @@ class Moments(NamedTuple):
 def decomposed(moments: Array) -> Moments:
     """The decomposition of the moments [K, K] float32, the sum of x xᵀ over inputs x; they are changed."""
     diagonal = np.einsum("ii->i", moments)
-    damping = _DAMPING_SHARE * float(diagonal.mean(dtype=np.float64)) or 1.0
+    damping = _DAMPING_SHARE * float(diagonal.mean(dtype=np.float64))
+    if damping == 0:
+        damping = 1.0
     diagonal[diagonal == 0] = damping  # an input that was always 0 correlates with none
     diagonal += damping
     order = np.argsort(diagonal, kind="stable")

@@ -346,7 +346,7 @@ def _calls(sequences: Sequence[Array], rows: int | None) -> Iterator[_Call]:
     waiting = sorted(sequences, key=len, reverse=True)
     while waiting:
         longest = len(waiting[0])
-        size = rows or max(1, _TOKENS_PER_CALL // longest)
+        size = max(1, _TOKENS_PER_CALL // longest) if rows is None else rows
         now = waiting[:size]
         waiting = waiting[size:]
         ids = np.zeros((len(now), longest), np.int64)

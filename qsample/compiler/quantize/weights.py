@@ -252,7 +252,7 @@ def _is_plain(node: ir.Node) -> bool:
     """Whether a FusedMatMul or a Gemm does nothing to its operands but transpose the second, if that."""
     others = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA", "transBatchB"))
     return node.attributes.get_float("alpha", 1.0) == 1.0 and not any(
-        bool(other) for other in others
+        other != 0 for other in others
     )
 
 
@@ -326,7 +326,7 @@ def _node(
 def check_quantized(model: ir.Model, quantization: WeightQuantization) -> None:
     """Raise CompileError if neither a matrix nor an expert of `model` was quantized."""
     report = quantization_report(model)
-    if report is not None and (report.matrices or report.experts):
+    if report is not None and (report.matrices > 0 or report.experts > 0):
         return
     kept = offset_products(model.graph)
     nodes = [node for node in with_loop_bodies(model.graph) if node not in kept]

@@ -62,7 +62,7 @@ class CpuTarget(Target):
     rounds_activations = True
 
     def check(self, plan: CompilePlan) -> None:
-        if plan.options.num_speculative_tokens:
+        if plan.options.num_speculative_tokens > 0:
             _check_speculation(plan)
 
     def phases(self, plan: CompilePlan) -> Sequence[Phase]:
@@ -101,14 +101,18 @@ class CpuTarget(Target):
         tokens of an image see those after them."""
         interface = plan.interface
         asked = plan.options.sliding_window_cache and Capability.WINDOW_CACHES in self.capabilities
-        if not asked or not interface.features.sampler or interface.features.num_speculative_tokens:
+        if (
+            not asked
+            or not interface.features.sampler
+            or interface.features.num_speculative_tokens > 0
+        ):
             return False
         return is_version(STEPS_ONNXRUNTIME) and (
             interface.image is None or not interface.image.blockwise
         )
 
     def _speculation(self, plan: CompilePlan) -> Sequence[Phase]:
-        if not plan.options.num_speculative_tokens:
+        if plan.options.num_speculative_tokens == 0:
             return []
         several = plan.batch_size != 1  # a single row has no padding
         return [
@@ -125,12 +129,12 @@ def _check_speculation(plan: CompilePlan) -> None:
     """Raise CompileError if steps of several tokens could choose other tokens than steps of one, or cannot be made."""
     given = f"num_speculative_tokens={plan.options.num_speculative_tokens}"
     features = plan.source.interface.features
-    if states := len(plan.source.interface.recurrent):
+    if (states := len(plan.source.interface.recurrent)) > 0:
         raise CompileError(
             f"{given}: this model has {states} states of a fixed size, which cannot return to the token before a wrong "
             "guess; leave it out"
         )
-    if features.max_loras:
+    if features.max_loras > 0:
         raise CompileError(
             f"{given}: the package takes adapters (max_loras={features.max_loras}), whose float products round one "
             "token otherwise than several, so that guesses would change tokens; export it without adapters"

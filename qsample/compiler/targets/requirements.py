@@ -165,7 +165,7 @@ def _check_devices(plan: CompilePlan) -> None:
         raise CompileError(
             f"num_devices is {num_devices}, and the model has {layers} layers with states; give at most that"
         )
-    if plan.options.num_speculative_tokens:
+    if plan.options.num_speculative_tokens > 0:
         raise CompileError(
             f"num_devices is {num_devices} and num_speculative_tokens {plan.options.num_speculative_tokens}: between "
             "the layers of such a graph lie as many tokens as were guessed, which no host knows; leave out either"

@@ -120,17 +120,16 @@ def plain_products(model: ir.Model) -> bool:
     matrix, such as a table of embeddings, and transpositions otherwise. Returns whether there was one."""
     modified = False
     for node in [node for node in model.graph if is_contrib(node, "FusedMatMul")]:
+        alpha = node.attributes.get_float("alpha", 1.0)
         flags = {
-            name: attribute.value for name, attribute in node.attributes.items() if attribute.value
+            name: attribute.value
+            for name, attribute in node.attributes.items()
+            if name != "alpha" and attribute.value != 0
         }
         sides = list(node.inputs[:2])
         shapes = [value.shape for value in node.inputs[:2] if value is not None]
         known = [shape for shape in shapes if shape is not None]
-        if (
-            flags.pop("alpha", 1.0) != 1.0
-            or not flags.keys() <= {"transA", "transB"}
-            or len(known) < 2
-        ):
+        if alpha != 1.0 or not flags.keys() <= {"transA", "transB"} or len(known) < 2:
             continue
         rows, matrix = known
         if flags == {"transB": 1} and len(rows) == 3 and rows[1] == 1 and len(matrix) == 2:

@@ -76,4 +76,4 @@ def _encoded(number: int) -> bytes:
     """Encode an integer as a varint."""
     low = number & 0x7F
     rest = number >> 7
-    return bytes([low | 0x80]) + _encoded(rest) if rest else bytes([low])
+    return bytes([low | 0x80]) + _encoded(rest) if rest != 0 else bytes([low])

@@ -159,7 +159,7 @@ def exchange(first: Path, second: Path) -> bool:
         OSError: It is not permitted.
     """
     name = {"linux": "renameat2", "darwin": "renamex_np"}.get(sys.platform)
-    call: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
+    call: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name is not None else None
     if call is None:
         return False
     names = os.fsencode(first), os.fsencode(second)

@@ -74,7 +74,7 @@ def full_disk_named(folder: Path, needed: int = 0, what: str = "the work") -> It
         if problem is None:
             raise
         message = problem.format(outside_scratch(folder))
-        if needed and problem is _FULL_MESSAGE:
+        if needed > 0 and problem is _FULL_MESSAGE:
             message += f": {what} needs about {format_bytes(needed)}"
         raise PackageError(message) from error
 

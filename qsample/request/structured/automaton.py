@@ -220,7 +220,7 @@ def _refined(classes: Array, transitions: Array) -> Array:
     classes = padded[:-1]
     num_classes = int(classes.max()) + 1
     changed = np.arange(len(classes))
-    while len(changed):
+    while len(changed) > 0:
         # States of a block whose next states kept their numbers still agree with each other, and
         # differ from the block's states whose next states have new numbers.
         affected = np.unique(predecessors.of(changed))

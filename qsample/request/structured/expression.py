@@ -73,7 +73,7 @@ def _without_anchors(expression: str) -> str:
     expression = expression.removeprefix("^")
     without_end = expression.removesuffix("$")
     num_backslashes = len(without_end) - len(without_end.rstrip("\\"))
-    return expression if num_backslashes % 2 else without_end
+    return expression if num_backslashes % 2 != 0 else without_end
 
 
 def _expression_of_choice(texts: Any) -> str:

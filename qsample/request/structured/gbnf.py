@@ -263,7 +263,7 @@ class _Parser:
 
     def _skip(self) -> None:
         """Skip blanks, and inside groups also ends of lines."""
-        if self.nesting:
+        if self.nesting > 0:
             self._skip_lines()
         else:
             self._skip_blanks()
@@ -368,7 +368,7 @@ class _Translation:
             return self._tail(element, name, depth)
         if isinstance(element, _Repetition) and element.most == 1:
             tail = self._tail_of_element(element.element, name, depth + 1)
-            if not element.least:
+            if element.least == 0:
                 tail.last.append("")
             return tail
         raise NotRegularError(f"the rule {name:.80} calls itself inside a repetition")
@@ -395,7 +395,7 @@ class _Translation:
             return alternatives(parts)
         repeated_part = self._expression(element.element, depth + 1)
         if repeated_part == NEVER:
-            return NEVER if element.least else ""
+            return NEVER if element.least != 0 else ""
         return repeated(repeated_part, element.least, element.most)
 
     def _sequence(self, elements: list[_Element], depth: int) -> str:

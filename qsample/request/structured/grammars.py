@@ -236,7 +236,7 @@ class Grammars:
             raise
         finally:
             self._num_waiting[key] -= 1
-            if not self._num_waiting[key]:
+            if self._num_waiting[key] == 0:
                 del self._num_waiting[key]
         self._trim_cache()
         return prepared
@@ -250,7 +250,7 @@ class Grammars:
                 continue
             if not compiling.cancelled() and compiling.exception() is None:
                 num_bytes += compiling.result().table_bytes
-            if place >= MAX_CACHED_FORMS or (place and num_bytes > MAX_CACHED_TABLE_BYTES):
+            if place >= MAX_CACHED_FORMS or (place != 0 and num_bytes > MAX_CACHED_TABLE_BYTES):
                 del self._cache[key]
 
     def _compiling(self, key: str) -> asyncio.Future[PreparedForm]:

@@ -58,7 +58,7 @@ def _digits(low: str, high: str) -> list[str]:
     num_rest = len(low) - 1
     if low == "0" * len(low) and high == "9" * len(high):
         return [f"[0-9]{{{len(low)}}}"]
-    if not num_rest:
+    if num_rest == 0:
         return [f"[{low}-{high}]"]
     if low[0] == high[0]:
         return [low[0] + rest for rest in _digits(low[1:], high[1:])]

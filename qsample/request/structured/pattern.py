@@ -203,7 +203,7 @@ _GROUPS: Final = (_codes.BRANCH, _codes.SUBPATTERN)
 def _literal(code_point: int) -> str:
     """The expression of a character in a JSON string."""
     escape = _ESCAPES.get(chr(code_point))
-    return escape or _class_expression(_exactly(code_point, code_point))
+    return _class_expression(_exactly(code_point, code_point)) if escape is None else escape
 
 
 def _code_points(code: Any, value: Any) -> _CodePoints:

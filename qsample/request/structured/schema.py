@@ -264,7 +264,7 @@ def _items(prefix: list[str], item: str, least: int, most: int | None) -> str:
     if item != NEVER:
         content = repeated(f", {item}", num_more, most_more)
     for place in reversed(range(len(places))):
-        comma = ", " if place else ""
+        comma = ", " if place != 0 else ""
         content = f"{comma}{places[place]}{content}"
         if place >= least:
             content = checked_length(f"(?:{content})?")

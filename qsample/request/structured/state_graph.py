@@ -72,7 +72,7 @@ def distances_to(targets: Array, transitions: Array) -> Array:
     distances = np.full(len(transitions), -1, np.int32)
     frontier = targets
     distance = 0
-    while len(frontier):
+    while len(frontier) > 0:
         distances[frontier] = distance
         before = predecessors.of(frontier)
         frontier = np.unique(before[distances[before] < 0])
@@ -94,7 +94,7 @@ def reachable(start: int, transitions: Array) -> Array:
     seen = np.zeros(len(transitions) + 1, np.bool_)
     seen[-1] = True
     frontier = np.array([start])
-    while len(frontier):
+    while len(frontier) > 0:
         seen[frontier] = True
         after = transitions[frontier]
         frontier = np.unique(after[~seen[after]])

@@ -176,7 +176,7 @@ class TokenGrammar:
                 written.replace(path)
         except OSError as error:
             raise PackageError(
-                f"cannot write {path}: {error.strerror or error}; choose another path"
+                f"cannot write {path}: {error if error.strerror is None else error.strerror}; choose another path"
             ) from error
 
     @classmethod
@@ -429,7 +429,7 @@ class _Columns:
         is_missing = np.zeros(self._after.size, np.bool_)
         is_missing[pairs[after < 0]] = True
         missing = np.flatnonzero(is_missing)
-        if not len(missing):
+        if len(missing) == 0:
             return after
         chunk = max(1, _MAX_CHUNK_ELEMENTS // self._num_states)
         for begin in range(0, len(missing), chunk):
@@ -546,7 +546,7 @@ def _add_drafts(
         states = states[goes_on]
         rows = rows[goes_on]
         nodes = nodes[goes_on]
-        if not len(rows):
+        if len(rows) == 0:
             break
 
     # A state that allows a single token, and no end, drafts it.

@@ -111,7 +111,7 @@ def _levels(tokens: Sequence[bytes]) -> list[TrieLevel]:
     longer = np.arange(len(ids))
     nodes = np.zeros(len(ids), np.int64)
     depth = 0
-    while len(longer):
+    while len(longer) > 0:
         last_bytes = text[offsets[longer] + depth].astype(np.int64)
         is_new = np.ones(len(longer), np.bool_)
         is_new[1:] = (nodes[1:] != nodes[:-1]) | (last_bytes[1:] != last_bytes[:-1])

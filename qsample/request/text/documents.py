@@ -28,7 +28,7 @@ def documents_of(text: Any, packages: Sequence[Package]) -> list[Array]:
         isinstance(document, str) or _is_ids(document) for document in documents
     ):
         raise ValueError(f"text is {shown(text)}; give a text, token ids, or a list of either")
-    if not any(len(document) for document in documents):
+    if not any(len(document) > 0 for document in documents):
         raise ValueError("text is empty; give a document of at least 2 tokens")
     tokenizer = None
     if any(isinstance(document, str) for document in documents):

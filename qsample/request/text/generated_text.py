@@ -90,14 +90,15 @@ class _Automaton:
         queue = deque(self.next[0].values())
         while queue:
             state = queue.popleft()
-            self.complete[state] = self.complete[state] or self.complete[self._shorter[state]]
+            if self.complete[state] is None:
+                self.complete[state] = self.complete[self._shorter[state]]
             for character, longer in self.next[state].items():
                 self._shorter[longer] = self.follow(self._shorter[state], character)
                 queue.append(longer)
 
     def follow(self, state: int, character: str) -> int:
         """The state after a character."""
-        while state and character not in self.next[state]:
+        while state != 0 and character not in self.next[state]:
             state = self._shorter[state]
         return self.next[state].get(character, 0)
 
@@ -270,13 +271,13 @@ class IncrementalDecoder:
         # until the character is complete.
         self._changed_tokens = 0 if text.startswith(returned) else self._changed_tokens + 1
         self._returned = returned
-        if held and 0 < self._changed_tokens <= _MAX_INCOMPLETE_BYTES:
+        if held > 0 and 0 < self._changed_tokens <= _MAX_INCOMPLETE_BYTES:
             return ""
         start = _returned_length(returned, text)
         end = len(text) - held
         if end > start:
             self._returned = text[:end]
-            if not held:
+            if held == 0:
                 # The last tokens stay as context, because the spelling of a token can depend on the
                 # token before.
                 self._ids = self._ids[self._context_size :]

@@ -47,7 +47,7 @@ def _function_schema(tool: Any) -> dict[str, Any]:
     ValueError."""
     name = tool.__name__
     documentation = inspect.getdoc(tool)
-    if not documentation:
+    if documentation in (None, ""):
         raise ValueError(
             f"the tool {name} has no docstring; describe it in a docstring, or give a JSON schema"
         )

@@ -90,7 +90,7 @@ class AdapterPlaces:
             return None
         unclaimed = [place for place in self._sha256_of_place if place not in claimed]
         for place in unclaimed:
-            if not self._rows[place]:
+            if self._rows[place] == 0:
                 return self._use(place, adapter, is_new=True)
         if unclaimed:
             claimed[unclaimed[0]] = adapter.sha256

@@ -100,7 +100,7 @@ class GrammarLayout:
         that no row follows make room, and then the tables grow."""
         place = self.places.pop(grammar.key, None)
         if place is None:
-            unused = [key for key, other in self.places.items() if not other.users]
+            unused = [key for key, other in self.places.items() if other.users == 0]
             while unused and not self._fits(grammar):
                 del self.places[unused.pop(0)]
             place = _Place(grammar, self._gap(grammar), self._free_map())

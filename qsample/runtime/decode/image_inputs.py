@@ -51,7 +51,7 @@ def image_piece(
     rows = images.rows[part]
     offsets = None if images.offsets is None else images.offsets[part]
     taken = rows[rows >= 0]
-    if not len(taken):
+    if len(taken) == 0:
         return ImagePiece(rows, features[:0], offsets)
     first = int(taken.min())
     end = int(taken.max()) + 1
@@ -147,7 +147,7 @@ class ImageInputs:
             if piece.offsets is not None:
                 arrays[POSITION_OFFSETS.name][row] = piece.offsets[-1]
                 arrays[POSITION_OFFSETS.name][row, :tokens] = piece.offsets
-            if len(piece.features):
+            if len(piece.features) > 0:
                 features.append(piece.features)
                 feature_rows += len(piece.features)
         # Each call gets other memory: the call before it may still read.

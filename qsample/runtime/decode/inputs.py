@@ -237,7 +237,7 @@ class SearchedRows:
 
     def _padded_size(self, rows: int) -> int:
         """The length of the list of the whole batch that has `rows` rows without padding."""
-        return min(1 << (rows - 1).bit_length(), self._count) if rows else 0
+        return min(1 << (rows - 1).bit_length(), self._count) if rows > 0 else 0
 
     def _searched_rows(self, rows: range) -> list[int]:
         """The rows to search, counted from the first of `rows`. A greedy row draws nothing, and the

@@ -56,7 +56,7 @@ def choose_flush_every(sessions: Sessions, flush_every: int | None) -> int:
         ValueError: If `flush_every` is not a positive integer.
     """
     check_count("flush_every", flush_every)
-    if flush_every:
+    if flush_every is not None:
         return flush_every
     return 1 if sessions.device == "cpu" else _DEVICE_FLUSH_EVERY
 
@@ -172,7 +172,7 @@ class DecodeLoop:
     @property
     def busy(self) -> bool:
         """Whether a sequence waits or is in a slot, or a prompt is still to be kept."""
-        if self._scheduler.waiting or self._scheduler.in_slots:
+        if self._scheduler.waiting > 0 or self._scheduler.in_slots:
             return True
         return self._stored is not None and bool(self._left_prompts)
 

@@ -226,13 +226,13 @@ def write_prefix(
             written.replace(path)
     except OSError as error:
         raise PackageError(
-            f"cannot write {path}: {error.strerror or error}; choose another path"
+            f"cannot write {path}: {error if error.strerror is None else error.strerror}; choose another path"
         ) from error
 
 
 def _sha256(arrays: list[Array]) -> str:
     """The sha256 of the sha256 of each array in order. hashlib lets other threads run meanwhile."""
-    workers = min(os.cpu_count() or 1, _MAX_HASH_THREADS)
+    workers = min(max(os.cpu_count() or 0, 1), _MAX_HASH_THREADS)
     with ThreadPoolExecutor(max_workers=workers) as threads:
         digests = threads.map(lambda array: hashlib.sha256(memory_of(array)).digest(), arrays)
         return hashlib.sha256(b"".join(digests)).hexdigest()

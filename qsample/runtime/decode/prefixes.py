@@ -145,7 +145,7 @@ def shared_prefix(one: Array, other: Array) -> int:
     """The number of tokens that two rows have in common from their start."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
+    return int(different[0]) if len(different) > 0 else length
 
 
 class SavedStates:
@@ -194,7 +194,7 @@ class SavedStates:
         Returns:
             The place; None without places, or if these states are saved already.
         """
-        if not self.places or self.use(tokens) is not None:
+        if self.places == 0 or self.use(tokens) is not None:
             return None
         place = len(self._tokens)
         if place == self.places:

@@ -370,7 +370,7 @@ class Scheduler:
         is_reused_in_place = source is slot and tokens > 0
         if not self._moves_kept_tokens or spare is slot or is_reused_in_place:
             return None
-        if not len(slot.kept_tokens):
+        if len(slot.kept_tokens) == 0:
             return None
         spare.keep_as(slot)
         return KeptTokens(spare.number, len(spare.kept_tokens))
@@ -394,10 +394,10 @@ class Scheduler:
         """[n] int64: the marked tokens that the slot of a sequence keeps when it is left."""
         placement = sequence.placement
         sampled = sequence.progress.sampled
-        if placement.tokens_issued and not sampled:
+        if placement.tokens_issued > 0 and not sampled:
             return NO_TOKENS  # it is unknown whether the row is valid
         tokens = placement.marked_prompt[: placement.tokens_read]
-        if not self._config.reuse_sampled or not len(tokens):
+        if not self._config.reuse_sampled or len(tokens) == 0:
             return tokens
         # The newest token was not fed yet, so the cache lacks it.
         fed = np.array(sampled[:-1], np.int64)
@@ -467,7 +467,7 @@ class Scheduler:
     def next_move(self) -> Move | None:
         """A move, taken as done, once steps over unused rows have cost as much as it does; None so
         far."""
-        best = self._best_move() if self._wasted_rows else None
+        best = self._best_move() if self._wasted_rows > 0 else None
         if best is None or self._wasted_rows * _COPIED_TOKENS_PER_ROW < best.tokens_copied:
             return None
         self._wasted_rows = 0
@@ -564,7 +564,7 @@ class Scheduler:
 
     def _saves(self, sequence: Sequence, start: int, end: int) -> list[Save]:
         """The states to save while the tokens [start, end) of a prompt are read."""
-        if not self._saved.places:
+        if self._saved.places == 0:
             return []
         prompt = sequence.placement.marked_prompt
         seen = list(self._saved.beginnings)
@@ -719,7 +719,7 @@ def joined_slots(
         chunk_size: the most tokens of a run; by default, only as many as make it faster.
         ragged: whether rows of any lengths compute the same numbers together.
     """
-    most = min(_MAX_JOINED_TOKENS, chunk_size or _MAX_JOINED_TOKENS)
+    most = min(_MAX_JOINED_TOKENS, _MAX_JOINED_TOKENS if chunk_size is None else chunk_size)
     joined = [slot]
 
     def fits(other: int) -> bool:

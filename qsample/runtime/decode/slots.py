@@ -280,7 +280,7 @@ class Slots:
         # them.
         self._prompt_status = Buffer.of(np.full(max_prompt_rows, RUNNING, dtype=np.int32), device)
         self._newest = NewestTokens(rows, device)
-        self._drafts = Drafts(rows) if interface.features.num_speculative_tokens else None
+        self._drafts = Drafts(rows) if interface.features.num_speculative_tokens > 0 else None
         self._bind_decoder = sessions.binder(interface.decoder)
         self._bind_scoring_decoder = sessions.binder(interface.scoring_decoder)
         # The graphs bound to each memory; the least recently used come first.
@@ -442,7 +442,7 @@ class Slots:
     def _write_history(self, slot: int, tokens: Array) -> None:
         """Write the tokens that the cache of a slot holds."""
         self._state[LENGTHS.name].write_at(slot, len(tokens))
-        row = np.full(self.capacity, tokens[0] if len(tokens) else 0, TOKENS.dtype)
+        row = np.full(self.capacity, tokens[0] if len(tokens) > 0 else 0, TOKENS.dtype)
         row[: len(tokens)] = tokens
         self._state[TOKENS.name].write_at(slot, row)
 

@@ -88,7 +88,7 @@ class StoredPrefixes:
         self._caller_files: list[PrefixFile] = []
         for path in files:
             file = PrefixFile.open(Path(path), self._signature, self._interface)
-            if file.start:
+            if file.start != 0:
                 raise PackageError(
                     f"{path} is a part of a conversation; give a file that `qsample prefix` wrote"
                 )
@@ -210,7 +210,7 @@ class StoredPrefixes:
                 files.append(file)
         self._folder_files = {}
         for file in sorted(files, key=lambda file: file.start):
-            if file.start and self._part_before(file) is None:
+            if file.start != 0 and self._part_before(file) is None:
                 _delete(file.path)  # the part before it is gone
             else:
                 self._folder_files[file.path.name] = file

@@ -25,8 +25,9 @@ from qsample.addons.ray.server import serve_app
 from qsample.addons.serve import ServeSettings
 from qsample.addons.serve.app import make_app
 from qsample.addons.serve.models import ServedModels
+from qsample.checks import is_number
 from qsample.errors import QsampleError
-from qsample.request.sampling_params import SamplingParams
+from qsample.request.sampling_params import OFF_VALUES, SamplingParams
 from qsample.runtime import Engine, EngineClosedError, load
 from tests.helpers.adapters import random_adapter
 
@@ -218,6 +219,21 @@ def test_what_arrow_and_pandas_make_of_rows() -> None:
         {"prompt": "x", "seed": 1, "sampling_params": {"bad_words_ids": nested}}, {}, "id"
     )
     assert SamplingParams(**options).bad_words_ids == ((5, 6), (7,))
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, np.int64(0), np.float64(0)])
+def test_zeros_of_a_row(zero: Any) -> None:
+    """A row's own 0 beats other sources: of its seed, and of each number in its sampling_params."""
+    assert request_of({"prompt": "x", "seed": zero, "id": 3}, {}, "id").options == {"seed": 0}
+    row = {"prompt": "x", "seed": 5, "sampling_params": {"seed": zero}}
+    assert request_of(row, {}, "id").options == {"seed": 0}
+    assert request_of({"prompt": "x", "id": zero}, {}, "id").options["seed"] == seed_of(
+        {"id": 0}, "id"
+    )
+    names = [name for name, off in OFF_VALUES.items() if name != "seed" and is_number(off)]
+    row = {"prompt": "x", "seed": 1, "sampling_params": dict.fromkeys(names, zero)}
+    _, options = request_of(row, dict.fromkeys(names, 7), "id")
+    assert {name: options[name] for name in names} == dict.fromkeys(names, 0)
 
 
 def test_images_of_a_row() -> None:

@@ -19,6 +19,7 @@ from tests.helpers.small_graphs import check_same, small_graph
         ("transA = 1, transB = 1", "B,6,3", "5,6", ["Transpose", "Transpose", "MatMul"]),
         ("transB = 0", "B,3,6", "6,5", ["MatMul"]),
         ("alpha = 0.5", "B,3,6", "6,5", ["FusedMatMul"]),  # it stays
+        ("alpha = 0.0", "B,3,6", "6,5", ["FusedMatMul"]),
         ("transBatchA = 1", "3,B,6", "3,6,5", ["FusedMatMul"]),
     ],
 )

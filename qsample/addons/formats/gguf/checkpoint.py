@@ -139,9 +139,10 @@ class GgufCheckpoint(Checkpoint):
         sources: SourceFiles | None = None,
     ) -> PreTrainedModel:
         """As `Checkpoint.load`. Raises UnsupportedModelError for float16."""
-        if (dtype or self.dtype) != "float32":
+        chosen = self.dtype if dtype is None else dtype
+        if chosen != "float32":
             raise UnsupportedModelError(
-                f"{self.model_id}: dtype is {dtype or self.dtype}, and the scales of its weights are float32; leave "
+                f"{self.model_id}: dtype is {chosen}, and the scales of its weights are float32; leave "
                 "dtype out, or compile with dtype='bfloat16' for cuda"
             )
         return super().load(dtype, scratch, sources)
@@ -265,7 +266,7 @@ def _float(file: GgufFile, weight: Weight, smallest: int = SMALLEST) -> Tensor:
     if first.type in FLOATS and is_unchanged:
         return in_float32(_tensor(file, first), Place(file.path, first.offset, first.length))
     dtypes = {FLOATS.get(tensor.type, "float32") for tensor in tensors}
-    keeps_dtype = len(dtypes) == 1 and not weight.shift and not weight.is_logarithm
+    keeps_dtype = len(dtypes) == 1 and weight.shift == 0 and not weight.is_logarithm
     dtype = getattr(torch, dtypes.pop() if keeps_dtype else "float32")
     empty = [torch.empty(tensor.shape, device="meta") for tensor in tensors]
     shape = _assembled(empty, weight).shape
@@ -291,7 +292,7 @@ def _assembled(tensors: list[Tensor], weight: Weight) -> Tensor:
         whole = torch.stack(tensors, 2).flatten(1, 2)
         if whole.ndim == 3:
             whole = whole.transpose(1, 2)
-    if weight.shift:
+    if weight.shift != 0:
         whole = whole - weight.shift
     if weight.is_logarithm:
         whole = whole.neg().log()

@@ -208,7 +208,7 @@ class GgufFile:
         return len(_as_list(self.metadata.get(_TOKENS_KEY, [])))
 
     def _is_id(self, number: Any) -> bool:
-        most = self.token_count - 1 if self.token_count else math.inf
+        most = self.token_count - 1 if self.token_count > 0 else math.inf
         return is_integer(number, 0, most)
 
     def raw(self, tensor: GgufTensor) -> Array:
@@ -359,7 +359,7 @@ class _HeaderReader:
 
     def _place(self, entries: list[_TensorEntry], alignment: Any) -> dict[str, GgufTensor]:
         """The tensors with their places in the file, by name."""
-        if not is_integer(alignment, 8, _MAX_ALIGNMENT) or alignment & (alignment - 1):
+        if not is_integer(alignment, 8, _MAX_ALIGNMENT) or alignment & (alignment - 1) != 0:
             raise ValueError(
                 f"general.alignment is {shown(alignment)}; it must be a power of two from 8 to 2^20"
             )
@@ -371,7 +371,7 @@ class _HeaderReader:
             tensor_type = self._tensor_type(entry)
             count = math.prod(entry.shape)
             length = count // tensor_type.size * tensor_type.length
-            if not count or entry.shape[-1] % tensor_type.size:
+            if count == 0 or entry.shape[-1] % tensor_type.size != 0:
                 raise ValueError(
                     f"the tensor {name} of type {tensor_type.name} has the shape {list(entry.shape)}"
                 )
@@ -379,7 +379,7 @@ class _HeaderReader:
                 raise ValueError(
                     f"it has {len(self._data)} bytes, and the tensor {name} lies behind its end"
                 )
-            if entry.offset < end_of_last or entry.offset % alignment:
+            if entry.offset < end_of_last or entry.offset % alignment != 0:
                 raise ValueError(
                     f"the tensor {name} lies within another one, or between two places"
                 )

@@ -644,9 +644,9 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     window = _integer(file, "attention.sliding_window", 0, least=0)
     period = _integer(file, "attention.sliding_window_pattern", 6)
     layer_types = ["full_attention"] * layers
-    if window:
+    if window > 0:
         for layer in range(layers):
-            if (layer + 1) % period:
+            if (layer + 1) % period != 0:
                 layer_types[layer] = "sliding_attention"
     local_rope = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 1e4)}
     query_scalar = config["head_dim"]
@@ -654,7 +654,7 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
         query_scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
         # transformers accepts no model without a window.
-        "sliding_window": window or config["max_position_embeddings"],
+        "sliding_window": config["max_position_embeddings"] if window == 0 else window,
         "layer_types": layer_types,
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
@@ -662,7 +662,7 @@ def _gemma3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
         },
         "query_pre_attn_scalar": query_scalar,
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": _nonzero(file, "final_logit_softcapping", None),
     }
 
 
@@ -670,7 +670,7 @@ def _phi3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     whole = config["max_position_embeddings"]
     window = _integer(file, "attention.sliding_window", 0, least=0)
     return {
-        "sliding_window": window or None,
+        "sliding_window": None if window == 0 else window,
         "original_max_position_embeddings": config["rope_parameters"].get(
             "original_max_position_embeddings", whole
         ),
@@ -679,10 +679,10 @@ def _phi3(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _granite(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "attention_multiplier": _number(file, "attention.scale", 0.0) or config["head_dim"] ** -0.5,
-        "embedding_multiplier": _number(file, "embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": _number(file, "residual_scale", 0.0) or 1.0,
-        "logits_scaling": _number(file, "logit_scale", 0.0) or 1.0,
+        "attention_multiplier": _nonzero(file, "attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": _nonzero(file, "embedding_scale", 1.0),
+        "residual_multiplier": _nonzero(file, "residual_scale", 1.0),
+        "logits_scaling": _nonzero(file, "logit_scale", 1.0),
     }
 
 
@@ -717,7 +717,7 @@ def _qwen35(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     width = _integer(file, "ssm.inner_size")
     heads = _integer(file, "ssm.time_step_rank")
     keys = _integer(file, "ssm.group_count")
-    if width % heads or heads % keys:
+    if width % heads != 0 or heads % keys != 0:
         raise QsampleError(
             f"{file.path} has {heads} heads of values for {keys} of keys, {width} numbers in all; download it again"
         )
@@ -797,7 +797,7 @@ def _gemma4(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
             },
         },
         "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": _number(file, "final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": _nonzero(file, "final_logit_softcapping", None),
     }
 
 
@@ -805,7 +805,7 @@ def _gemma4_embeddings(file: GgufFile) -> dict[str, Any]:
     """The settings of the embeddings that each layer has of its own."""
     size = _integer(file, "embedding_length_per_layer_input", 0, least=0)
     table = file.tensors.get(_LAYER_EMBEDDINGS)
-    if size and table is None:
+    if size != 0 and table is None:
         raise QsampleError(f"{file.path} has no tensor {_LAYER_EMBEDDINGS}; download it again")
     settings = {"hidden_size_per_layer_input": size}
     if table is not None:
@@ -814,7 +814,7 @@ def _gemma4_embeddings(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma4_experts(file: GgufFile) -> dict[str, Any]:
-    if not _integer(file, "expert_count", 0, least=0):
+    if _integer(file, "expert_count", 0, least=0) == 0:
         return {}
     sizes = _sizes_of_experts(file)
     return {"enable_moe_block": True, "top_k_experts": sizes.pop("num_experts_per_tok"), **sizes}
@@ -937,6 +937,12 @@ def _number(file: GgufFile, name: str, default: float | None = None) -> float:
     if not is_number(value, 0, 1e30):
         raise _wrong(file, name, value, "a number >= 0")
     return float(value)
+
+
+def _nonzero(file: GgufFile, name: str, otherwise: float | None) -> float | None:
+    """As `_number`; `otherwise` if it is missing or 0, as llama.cpp reads its scales."""
+    number = _number(file, name, 0.0)
+    return otherwise if number == 0 else number
 
 
 def _wrong(file: GgufFile, name: str, value: Any, accepted: str) -> QsampleError:

@@ -81,7 +81,11 @@ class GgufKind(SourceKind):
     precedence = 10
 
     def find(self, request: SourceRequest) -> GgufSource | None:
-        found = find_gguf(request.name, request.gguf_file or request.file, request.hub)
+        found = find_gguf(
+            request.name,
+            request.file if request.gguf_file is None else request.gguf_file,
+            request.hub,
+        )
         if found is None:
             return None
         request.check_text_suffices()
@@ -212,7 +216,7 @@ def _choose_file(name: str, names: Iterable[str], file: str | None) -> str:
             f"{name} has several models, {found}; say which with file=, or give a path to the file"
         )
     raise QsampleError(
-        f"{name} has no {file or 'whole model of GGUF'}, but {found}; give another file"
+        f"{name} has no {'whole model of GGUF' if file is None else file}, but {found}; give another file"
     )
 
 

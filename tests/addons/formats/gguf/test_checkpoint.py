@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM, cli
-from qsample.addons.formats.gguf.checkpoint import GgufCheckpoint
+from qsample.addons.formats.gguf.checkpoint import _SAMPLING_KEYS, GgufCheckpoint
 from qsample.addons.formats.gguf.models import read_model
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.package.disk.source_files import SourceFiles
@@ -379,6 +379,26 @@ def test_settings_of_generate_and_tokens(tmp_path: Path) -> None:
     )
     other = GgufCheckpoint(checkpoint.file, "model.gguf", tokenizer=None)
     assert other.tokenizer is None
+
+
+def test_zeros_of_the_metadata(tmp_path: Path) -> None:
+    """0 switches a filter off, temperature 0 is greedy, and token 0 is a token."""
+    file = read_model(write_gguf(tmp_path / "model.gguf", random_model("qwen2")))
+    tokens = {f"tokenizer.ggml.{name}_token_id": 0 for name in ("bos", "eos", "padding")}
+    sampling = {"general.sampling.temp": 0.5}
+
+    def settings(**values: float) -> Any:
+        changes = {f"general.sampling.{name}": value for name, value in values.items()}
+        metadata = file.metadata | tokens | sampling | changes
+        return GgufCheckpoint(replace(file, metadata=metadata), "model.gguf").generation_config
+
+    assert set(_SAMPLING_KEYS) == {"temp", "top_k", "top_p", "min_p"}
+    plain = settings(top_k=0, min_p=0)
+    assert (plain.top_k, plain.min_p, plain.do_sample, plain.temperature) == (0, 0, True, 0.5)
+    assert (plain.bos_token_id, plain.pad_token_id) == (0, 0)
+    assert 0 in np.atleast_1d(plain.eos_token_id)
+    assert settings(temp=0, top_k=5).do_sample is False
+    assert settings(top_p=0).top_p == 0  # which calls refuse or pass over, as of any checkpoint
 
 
 def test_ids_that_no_token_has_are_named_and_count_as_missing(tmp_path: Path) -> None:
