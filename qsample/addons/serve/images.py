@@ -49,10 +49,9 @@ _FETCH_ERRORS: Final = (
     ValueError,
 )
 _REQUEST_TARGET: Final = re.compile(r"/[!-~]*")
-# These blocks have no public hosts. They are those of the registry that
-# are not globally reachable (RFC 6890), multicast, and anycast addresses of relays, which no host has:
+# These blocks have no public hosts: those of IANA's registry that are not globally reachable (RFC
+# 6890), multicast, and anycast addresses of relays. Python's own tables age with Python.
 # https://www.iana.org/assignments/iana-ipv4-special-registry
-# Python's own tables age with Python.
 _SPECIAL_IPV4: Final = tuple(
     map(
         ipaddress.IPv4Network,

@@ -82,14 +82,17 @@ def test_large_bodies_hold_up_nobody(server: ServerProcess) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    answer = server.client.post(
-        "/tokenize", content=parts(), headers={"Content-Type": "application/json"}
-    )
-    encoded.set()
+    with server.client.stream(
+        "POST", "/tokenize", content=parts(), headers={"Content-Type": "application/json"}
+    ) as answer:
+        encoded.set()
+        answer.read()
     asking.join()
     assert answer.status_code == 200
     assert answer.json()["count"] > 100_000
-    assert answers >= 5  # One or two come where the lock is held.
+    print(f"{answers} answers of /health meanwhile")
+    # Hundreds, however busy the machine is, because both take longer there; ten where the event loop waits.
+    assert answers >= 40
     many = server.client.post(COMPLETIONS, json={"prompt": [5] * 1_000_000})
     assert many.json()["error"]["code"] == "context_length_exceeded"
 

@@ -153,6 +153,7 @@ def test_a_file_that_changes_while_it_is_sent(web: Web, becomes: str) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_clients_that_wait(web: Web) -> None:
     """600 connections: idle, with half a request, or with an answer that they do not read."""
     import resource
