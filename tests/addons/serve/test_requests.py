@@ -229,7 +229,7 @@ def test_what_sampling_gets() -> None:
         top_k=-1, top_n_sigma=-1, top_p=0, max_tokens=0, min_tokens=0
     ).sampling_fields()
     assert 0 < off.pop("top_p") < 1e-6
-    assert off == {"top_k": 0, "top_n_sigma": 0}
+    assert off == {"top_k": 0, "top_n_sigma": 0, "min_new_tokens": 0}
     assert completion(logit_bias={"7": 2, "5": 0}).sampling_fields() == {"logit_bias": {7: 2.0}}
     assert completion(seed=5, n=3).seeds() == [5, 6, 7]
     assert completion(seed=-1, n=2).seeds() == [2**63 - 1, 0]
