@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from qsample.errors import QsampleError
-from qsample.images.decode import ImageLimits, read_image
+from qsample.images.decode import ImageLimits, read_image, read_size, strips
 
 RGB = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
 RED, GREEN = (Image.new("RGB", (8, 8), color) for color in ("red", "green"))
@@ -146,6 +146,26 @@ def test_a_bomb_is_refused_by_its_header(said: str, monkeypatch: pytest.MonkeyPa
         read_image(BOMBS[said])
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1)])
+def test_the_smallest_images_are_read(size: tuple[int, int]) -> None:
+    image = RGB.crop((0, 0, *size))
+    for given in (image, encoded(image, "PNG"), np.asarray(image)):
+        np.testing.assert_array_equal(np.asarray(read_image(given)), np.asarray(image))
+
+
+@pytest.mark.parametrize("size", [(3000, 700), (1, 40_000), (40_000, 1), (1 << 20, 2)])
+def test_large_transparent_images_are_over_white_to_their_last_row(size: tuple[int, int]) -> None:
+    width, height = size
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    white = Image.new("RGBA", size, (255, 255, 255, 255))
+    whole = Image.alpha_composite(white, image).convert("RGB")
+    np.testing.assert_array_equal(np.asarray(read_image(image)), np.asarray(whole))
+    rows = np.concatenate([np.asarray(strip) for strip in strips(image)])
+    np.testing.assert_array_equal(rows, pixels)
+
+
 def test_the_limits_are_the_callers() -> None:
     data = encoded(RGB, "PNG")
     assert read_image(data, ImageLimits(len(data), 1200)).size == (40, 30)
@@ -158,6 +178,12 @@ def test_the_limits_are_the_callers() -> None:
             read_image(image, ImageLimits(len(data), 1199))
     with pytest.raises(ValueError, match="most_pixels is 0; give the most pixels"):
         ImageLimits(most_pixels=0)
+    assert read_size(data, ImageLimits(len(data), 1200)) == (40, 30)
+    assert read_size(data) == (40, 30)
+    with pytest.raises(ValueError, match="photo has 40 x 30 = 1200 pixels"):
+        read_size(data, ImageLimits(len(data), 1199), "photo")
+    with pytest.raises(ValueError, match="photo has more than"):
+        read_size(data, ImageLimits(len(data) - 1, 1200), "photo")
 
 
 JPEG, PNG = encoded(RGB, "JPEG"), encoded(RGB, "PNG")
