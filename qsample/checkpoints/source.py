@@ -76,14 +76,14 @@ class HubOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.cache_dir is not None:
-            as_path("cache_dir", self.cache_dir)
         for name, kind in get_type_hints(HubOptions).items():
             value = getattr(self, name)
             if not isinstance(value, kind):
                 is_single = isinstance(kind, type)
                 accepted = kind.__name__ if is_single else str(kind).replace(" | ", " or ")
                 raise ValueError(f"{name} is of type {type(value).__name__}; it must be {accepted}")
+        if self.cache_dir is not None:
+            as_path("cache_dir", self.cache_dir)
 
     def for_another_repository(self) -> HubOptions:
         """The same options without the revision: it belongs to the model's repository."""

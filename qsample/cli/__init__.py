@@ -142,6 +142,10 @@ def main() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _terminate)
     use_utf_8()
+    # This imports the commands. From now on, there is something to tidy up after ctrl-C.
+    application()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
@@ -149,6 +153,9 @@ def main() -> None:
         # The reader of the pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except KeyboardInterrupt:
+        # The parser was not yet, or is no longer, at work.
+        status = 128 + signal.SIGINT
     except Terminated as termination:
         with suppress(OSError):  # The terminal may be closed.
             print(

@@ -29,7 +29,7 @@ from qsample.cli.opening import LoadOptions
 from qsample.cli.option_groups import with_option_groups
 from qsample.cli.quantized import note_divergence
 from qsample.cli.terminal import counted, note, progress
-from qsample.errors import QsampleError
+from qsample.errors import PackageError, QsampleError
 from qsample.images.messages import with_images
 from qsample.package.disk.replace import file_aside
 from qsample.package.disk.untrusted import parse_json, read_json
@@ -612,6 +612,8 @@ class Screen:
                 aside.write_text(text, encoding="utf-8")
         except OSError as error:
             raise TurnError(f"cannot write {path}: {error.strerror}") from None
+        except PackageError as error:
+            raise TurnError(str(error)) from None
         self._file = path
         note(f"{counted(len(messages), 'message')} written to {path}")
 

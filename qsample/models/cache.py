@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, Final
 
 from qsample.errors import PackageError, QsampleError
@@ -46,6 +46,8 @@ _LOCKS_FOLDER: Final = ".locks"  # it has a lock file for each entry that was ev
 _SEAL_FILE: Final = "sealed.json"
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _LOCK_POLL_S: Final = 0.05
+# A process that removes an entry renames it first, which takes no time.
+_MAX_LOCK_WAIT_S: Final = 10
 _BYTES_BY_UNIT: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -142,12 +144,14 @@ def open_cached(
     folder = cache_folder()
     limit = size_limit()
     path = folder / recipe.entry
+    _check_folder(folder)
     found = _use(path)
     if found is not None:
         return found
     with ExitStack() as making:
         try:
             (folder / _LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
+            _check_locks(folder)
             lock_file = folder / _LOCKS_FOLDER / path.name
             making.enter_context(alone(lock_file, lambda: report(Stage.WAITING, 0.0)))
         except OSError as error:
@@ -165,7 +169,7 @@ def open_cached(
             found = _use(path)
         if found is None:
             raise PackageError(f"{path} was removed or damaged as soon as it was made; start again")
-        trim(_entry_folders(folder), limit, remove)
+        trim(_own_entries(folder), limit, remove)
         return found
 
 
@@ -217,9 +221,9 @@ def remove(path: Path) -> bool:
 
 
 def clear() -> tuple[int, int]:
-    """Remove all entries that no process has open. Returns the numbers of removed and of kept
-    entries."""
-    were_removed = [remove(path) for path in _entry_folders(cache_folder())]
+    """Remove all entries that no process has open, except other users' entries. Returns the numbers
+    of removed and of kept entries."""
+    were_removed = [remove(path) for path in _own_entries(cache_folder())]
     removed = sum(were_removed)
     return removed, len(were_removed) - removed
 
@@ -254,9 +258,16 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
     except OSError:
         return None
     is_locked = lock(file.fileno(), shared=True)
+    patience = monotonic() + _MAX_LOCK_WAIT_S
     while is_locked is False and is_at(manifest, file):
         sleep(_LOCK_POLL_S)  # another process looks at it, or removes it
         is_locked = lock(file.fileno(), shared=True)
+        if is_locked is False and monotonic() > patience:
+            file.close()
+            raise QsampleError(
+                f"another process, perhaps another user's, has locked {manifest} for {_MAX_LOCK_WAIT_S} s; end it, or "
+                f"set {CACHE_VARIABLE} to another folder"
+            )
     try:
         if is_locked is not False and is_at(manifest, file):
             seal = read_json(path / _SEAL_FILE)
@@ -276,11 +287,50 @@ def _use(path: Path) -> tuple[Package, FileIO] | None:
     return None
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise QsampleError if every user may replace the entries of a cache after they were
+    checked."""
+    with suppress(OSError):
+        mode = folder.stat().st_mode
+        if os.name == "posix" and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise QsampleError(
+                f"every user may replace the files in {folder}, the cache of compiled models; `chmod +t {folder}`, or "
+                f"set {CACHE_VARIABLE} to another folder"
+            )
+
+
+def _check_locks(folder: Path) -> None:
+    """Raise QsampleError if the folder of the locks is a link, or another user's."""
+    locks = folder / _LOCKS_FOLDER
+    status = locks.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in _trusted_owners(folder):
+        raise QsampleError(
+            f"{locks} is a link, or another user's; remove it, or set {CACHE_VARIABLE} to another folder"
+        )
+
+
+def _trusted_owners(folder: Path) -> set[int]:
+    """The ids of this user, of the owner of a cache, and of root."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return {folder.stat().st_uid, user, 0}
+
+
+def _own_entries(folder: Path) -> list[Path]:
+    """The entries that this user may remove: its own, or all in a cache of its own; for root, all.
+    Other users' entries would take the place of its own, however large they claim to be."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    own = list[Path]()
+    for path in _entry_folders(folder):
+        with suppress(OSError):
+            if user in (0, path.lstat().st_uid, folder.stat().st_uid):
+                own.append(path)
+    return own
+
+
 def _is_trusted(path: Path) -> bool:
     """Whether an entry has only plain files and folders, each owned by this user, the owner of the
     whole cache, or root: if other users can write to the cache, they may make entries, too."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    trusted_owners = {path.parent.stat().st_uid, user, 0}
+    trusted_owners = _trusted_owners(path.parent)
     for one in (path, *path.rglob("*")):
         status = one.lstat()
         is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
@@ -324,4 +374,7 @@ def _delete(path: Path) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise PackageError(f"cannot remove {path}: {error.strerror}; is it in use?") from error
+            raise PackageError(
+                f"cannot remove {path}: {error.strerror}; is it in use, or another user's? {CACHE_VARIABLE} names "
+                "another cache"
+            ) from error

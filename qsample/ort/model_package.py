@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,10 +20,10 @@ from qsample.checks import as_path
 from qsample.errors import PackageError, shown
 from qsample.package.disk.replace import check_replaceable, put_in_place
 from qsample.package.disk.scratch import scratch_for
-from qsample.package.disk.untrusted import problem_of_name, read_json
+from qsample.package.disk.untrusted import leads_out, problem_of_name, read_json
 from qsample.package.manifest import MANIFEST_NAME, MODEL_PACKAGE_NAME, model_package
-from qsample.package.package import Package, foreign_files, read_package
-from qsample.package.signature import SIGNATURE_NAME
+from qsample.package.package import Package, foreign_files, read_package, sha256_of
+from qsample.package.signature import SIGNATURE_NAME, files_to_sign, signed_hashes
 
 PORTABLE: Final = "portable"
 _MAX_BUNDLE_MANIFEST_BYTES: Final = 1 << 20
@@ -78,20 +78,38 @@ def bundle(
 def _copy_package(package: Package, folder: Path, copies: dict[str, Path]) -> None:
     """Copy a package to a folder of the bundle, and check the copy. copies: The files of the bundle
     so far by sha256; a file that is already there gets a second name."""
-    files = [MANIFEST_NAME, *package.manifest.files]
-    if (package.path / SIGNATURE_NAME).is_file():
-        files.append(SIGNATURE_NAME)
-    for file in files:
+    signed = signed_hashes(package.path)
+    # A signature may cover more than the manifest lists, such as a README.md.
+    files = {MANIFEST_NAME, *package.manifest.files}
+    if signed:
+        files |= {SIGNATURE_NAME, *files_to_sign(package.path)}
+    for file in sorted(files):
         copy = folder / file
         copy.parent.mkdir(parents=True, exist_ok=True)
         entry = package.manifest.files.get(file)
         if entry is not None and entry.sha256 in copies:
             _link(copies[entry.sha256], copy)
             continue
+        if leads_out(package.path / file, [package.path]):
+            raise PackageError(f"{package.path / file} is a link that leads out of the package")
         shutil.copyfile(package.path / file, copy)
         if entry is not None:
             copies[entry.sha256] = copy
     read_package(folder)
+    _check_signed(package, folder, signed)
+
+
+def _check_signed(package: Package, copy: Path, signed: Mapping[str, str]) -> None:
+    """Raise PackageError if the copy of a signed package is not what was signed."""
+    if not signed:
+        return
+    copied = {file: sha256_of(copy / file) for file in files_to_sign(copy)}
+    changes = signed.items() ^ copied.items()
+    if changes:
+        raise PackageError(
+            f"{package.path} is not what was signed: {min(changes)[0]!r:.120} was added, removed or "
+            "altered since; sign it again, or remove its model.sig to bundle it unsigned"
+        )
 
 
 def variant_name(package: Package) -> str:
@@ -203,7 +221,10 @@ def _foreign_files(folder: Path) -> Iterator[str]:
     variants = _variants(folder).values()
     yield from sorted({entry.name for entry in folder.iterdir()} - {MODEL_PACKAGE_NAME, *variants})
     for name in variants:
-        yield from (f"{name}/{file}" for file in foreign_files(folder / name))
+        copied = signed_hashes(folder / name)
+        for file in foreign_files(folder / name):
+            if file not in copied or copied[file] != sha256_of(folder / name / file):
+                yield f"{name}/{file}"
 
 
 def _link(existing: Path, path: Path) -> None:

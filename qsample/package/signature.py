@@ -142,6 +142,16 @@ def signer_of(folder: Path) -> Signer | None:
     return None if signature is None else signature.signer
 
 
+def signed_hashes(folder: Path) -> Mapping[str, str]:
+    """The sha256 of each signed file of the package in a folder, unchecked, in hexadecimal by name;
+    {} without a signature.
+
+    Raises PackageError if the signature is damaged.
+    """
+    signature = _read(folder)
+    return {} if signature is None else signature.digests
+
+
 def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: TrustedKeys) -> Signer:
     """Check the signature of the package in a folder.
 

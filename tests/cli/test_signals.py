@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import qsample
 from qsample.package.package import MANIFEST_NAME, read_package
 from tests.helpers.command_line import COMMAND, ROOT
 from tests.helpers.small_packages import write
@@ -126,6 +127,61 @@ def test_the_advice_of_the_documents_for_python_programs(tmp_path: Path) -> None
     process.communicate(timeout=60)
     assert process.returncode == 143
     assert os.listdir(folder) == []
+
+
+# The script `qsample`, in which ctrl-C is pressed while a module is imported, or the parser is made.
+PRESSED = """
+import os, signal, sys
+moment = sys.argv.pop(1)
+def press(*_):
+    print("pressed", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+class Presser:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            press()
+sys.meta_path.insert(0, Presser())
+import qsample.__main__
+if moment == "the parser":
+    import typer
+    typer.main.get_command = press
+qsample.__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "status"),
+    [
+        ("qsample.cli", -signal.SIGINT),
+        ("typer", -signal.SIGINT),
+        ("qsample.addons.trust.commands", -signal.SIGINT),
+        ("the parser", 130),
+    ],
+)
+def test_ctrl_c_while_the_command_starts(moment: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRESSED, moment, "inspect", "x"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("pressed\n", "", status)
+
+
+def test_python_m_qsample_and_the_script_are_the_same() -> None:
+    import tomllib
+
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+    assert scripts == {"qsample": "qsample.__main__:main"}
+    done = subprocess.run(
+        [sys.executable, "-m", "qsample", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"qsample {qsample.__version__}\n"
 
 
 # A real export, ended at any moment.

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -331,3 +333,113 @@ def test_an_entry_follows_code_parts_and_onnxruntime(
     with (root / "cache.py").open("a") as code:
         code.write("\n")
     assert Recipe("a", {}).entry != before
+
+
+# A cache that several users write to. Root is needed, to become them.
+ALICE, BOB = 12345, 65534
+only_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone may become other users"
+)
+
+
+def as_user(user: int, work: Callable[[], Any]) -> None:
+    """Run a function in a fork, as another user."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(process, 0)[1] == 0
+
+
+@pytest.fixture
+def shared_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """A cache of root in which every user may make entries, and a package that every user may read."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    shutil.copytree(source, folder / "source")
+    (folder / "cache").mkdir()
+    (folder / "cache").chmod(0o1777)
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(folder / "cache"))
+    # Other users may not read where the tests are.
+    monkeypatch.setattr(cache, "_code", lambda: "code")
+    cache._runtime()
+    yield folder / "cache", folder / "source"
+    shutil.rmtree(folder)
+
+
+@only_root
+def test_another_users_entries_neither_count_nor_go(
+    shared_cache: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, source = shared_cache
+    monkeypatch.setenv(LIMIT_VARIABLE, "1GB")
+
+    def huge() -> None:
+        entry = folder / "huge-0123456789abcdef"
+        shutil.copytree(source, entry)
+        with (entry / "sparse").open("wb") as file:
+            file.truncate(1 << 40)
+
+    as_user(ALICE, lambda: opened(source, "old"))
+    as_user(BOB, huge)
+    as_user(ALICE, lambda: opened(source, "new"))
+    assert [name.partition("-")[0] for name in names(folder)] == ["huge", "new", "old"]
+    as_user(ALICE, cache.clear)
+    assert [name.partition("-")[0] for name in names(folder)] == ["huge"]
+    # The owner of the cache may remove all.
+    cache.clear()
+    assert names(folder) == []
+
+
+@only_root
+@pytest.mark.parametrize("attack", ["a lock", "a link", "a folder", "an entry", "no sticky bit"])
+def test_another_user_is_named_and_nothing_of_it_is_used(
+    attack: str, shared_cache: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    folder, source = shared_cache
+    monkeypatch.setattr(cache, "_MAX_LOCK_WAIT_S", 0.3)
+    entry = folder / Recipe("model", {}).entry
+    message = {
+        "a lock": "another user's, has locked",
+        "a link": r"\.locks is a link, or another user's",
+        "a folder": r"\.locks is a link, or another user's",
+        "an entry": "in use, or another user's",
+        "no sticky bit": "every user may replace the files in",
+    }[attack]
+    victim = folder.parent / "victim"
+    victim.mkdir()
+    os.chown(victim, ALICE, ALICE)
+    holding = None
+    if attack == "a lock":
+        as_user(ALICE, lambda: opened(source))
+        holding = (entry / "qsample.json").open("rb")
+        fcntl.flock(holding, fcntl.LOCK_EX)
+    elif attack == "a link":
+        as_user(BOB, lambda: (folder / ".locks").symlink_to(victim))
+    elif attack == "a folder":
+        as_user(BOB, lambda: (folder / ".locks").mkdir(mode=0o777))
+    elif attack == "an entry":
+        as_user(BOB, lambda: shutil.copytree(source, entry))
+    else:
+        folder.chmod(0o777)
+
+    def refused() -> None:
+        with pytest.raises(QsampleError, match=message):
+            opened(source)
+
+    as_user(ALICE, refused)
+    assert not any(victim.iterdir())
+    if holding is not None:
+        holding.close()
+        as_user(ALICE, lambda: opened(source))

@@ -64,6 +64,41 @@ def test_a_package_is_signed_moved_and_verified(signed: tuple[Path, Path], tmp_p
     config.verify(moved, moved / SIGNATURE_NAME)
 
 
+def test_a_bundle_has_all_that_was_signed(tmp_path: Path) -> None:
+    private, public = key_pair(tmp_path / "keys")
+    folder = write(tmp_path / "package").path
+    (folder / "docs").mkdir()
+    for name in ("README.md", "docs/card.md", ".gitattributes"):
+        (folder / name).write_text(f"the {name}")
+    sign(folder, private_key=private)
+    out = tmp_path / "bundle"
+    bundle(out, [folder])
+    assert read_package(out / "portable", trusted_keys=public).signer is not None
+    assert (out / "portable" / "docs" / "card.md").read_text() == "the docs/card.md"
+    # The copies may go, the user's own files may not.
+    bundle(out, [folder], overwrite=True)
+    for name, text in (("mine.txt", "mine"), ("README.md", "my own")):
+        path = out / "portable" / name
+        old = path.read_text() if path.exists() else None
+        path.write_text(text)
+        with pytest.raises(PackageError, match=f"not its bundle's .portable/{name}"):
+            bundle(out, [folder], overwrite=True)
+        if old is None:
+            path.unlink()
+        else:
+            path.write_text(old)
+    # What its verification would refuse is not bundled.
+    for change in (
+        lambda: (folder / "README.md").write_text("changed"),
+        lambda: (folder / "README.md").unlink(),
+        lambda: [(folder / "README.md").write_text("the README.md"), (folder / "new").touch()],
+    ):
+        change()
+        with pytest.raises(PackageError, match=r"is not what was signed: '(README\.md|new)'"):
+            bundle(tmp_path / "other", [folder])
+        assert not (tmp_path / "other").exists()
+
+
 def test_one_flipped_bit_in_any_file_is_refused(signed: tuple[Path, Path]) -> None:
     folder, public = signed
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -273,6 +273,9 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
 
         chosen = _choose(repository, near, file, lambda name: _genai_file(fetch(name)))
         decoder = fetch(chosen)
+        snapshot = decoder.parents[chosen.count("/")]
+        # The branch may get another commit meanwhile, whose files would be in another folder.
+        options["revision"] = snapshot.name
         folders = {os.path.dirname(chosen), os.path.dirname(os.path.dirname(chosen)), ""}
         for name in names:
             if name.endswith(_SMALL_FILE_SUFFIXES) and os.path.dirname(name) in folders:
@@ -286,7 +289,7 @@ def _download(repository: str, file: str | None, hub: HubOptions) -> Path:
         raise QsampleError(
             f"{repository} is not a folder here, and the hub does not give it ({' '.join(str(error).split())!s:.300})"
         ) from error
-    return decoder.parents[chosen.count("/")]
+    return snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 from qsample.addons.evaluate.differences import Verification
 from qsample.addons.evaluate.quality import Evaluation, PackageQuality
 from qsample.errors import QsampleError, install_hint
+from qsample.package.disk.replace import file_aside
 from qsample.package.statistics import Estimate
 
 FORMATS: Final = (".png", ".svg")
@@ -86,12 +86,8 @@ def draw_differences(verification: Verification, path: str | Path) -> None:
 
 
 def _save(figure: Any, path: str | Path) -> None:
-    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-    try:
-        figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with file_aside(Path(path)) as aside:
+        figure.savefig(aside, format=Path(path).suffix[1:].lower(), dpi=150)
 
 
 def _points(axes: Any, packages: list[PackageQuality], places: list[float], label: str) -> None:

@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qsample.addons.serve.hosts import is_allowed
-from qsample.errors import ArgumentError, QsampleError
+from qsample.errors import ArgumentError, PackageError, QsampleError
 from qsample.request.grammar import InvalidGrammarError
 from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.runtime import EngineClosedError, QueueFullError, RequestFailedError
@@ -203,6 +203,10 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(400, text, param=_FIELDS_OF_ARGUMENTS.get(argument, error.argument))
         case ValueError():
             return ApiError(400, text)
+        case PackageError():
+            # Clients need not know where the package is.
+            text = "the server cannot read the model's package; its log has the details"
+            return ApiError(500, text, code="package_error")
         case QsampleError():
             return ApiError(500, text)
     text = f"the server failed: {type(error).__name__}; its log has the details"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,6 +13,8 @@ from qsample.addons.trust.signing import PASSWORD_VARIABLE
 from qsample.addons.trust.signing import sign as make_signature
 from qsample.cli.commands import CliCommand, Panel
 from qsample.cli.terminal import note, progress
+from qsample.errors import PackageError
+from qsample.package.disk.replace import file_aside
 from qsample.package.package import read_package
 from qsample.package.signature import signer_of
 
@@ -91,8 +94,10 @@ def sbom(
     if output is None:
         typer.echo(document)
         return
-    with output.open("x", encoding="utf-8") as file:
-        file.write(document + "\n")
+    if os.path.lexists(output):
+        raise PackageError(f"{output} exists; give another file for the document")
+    with file_aside(output) as aside:
+        aside.write_text(document + "\n", encoding="utf-8")
     typer.echo(str(output))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from qsample.checks import as_path
 from qsample.errors import PackageError
 from qsample.package.disk.replace import file_aside
+from qsample.package.disk.space import full_disk_named
 from qsample.package.signature import SIGNATURE_NAME, error_line, signing_library
 
 PASSWORD_VARIABLE: Final = "QSAMPLE_KEY_PASSWORD"
@@ -50,32 +52,64 @@ def sign(
     path = folder / SIGNATURE_NAME
     if path.exists() and not overwrite:
         raise PackageError(f"{folder} is signed already; give overwrite to sign it anew")
-    password = os.environ.get(PASSWORD_VARIABLE, "")
     config = library.signing.Config()
-    config.set_hashing_config(library.hashing.Config().set_ignored_paths(paths=[SIGNATURE_NAME]))
+    with _key_errors(folder, private_key):
+        _use_signer(config, private_key, certificate, certificate_chain)
     try:
-        if private_key is None:
-            config.use_sigstore_signer(use_ambient_credentials=True)
-        elif certificate is None:
-            config.use_elliptic_key_signer(
-                private_key=private_key,
-                password=password.encode() if password != "" else None,
-            )
-        else:
-            config.use_certificate_signer(
-                private_key=private_key,
-                signing_certificate=certificate,
-                certificate_chain=certificate_chain,
-            )
-        with file_aside(path) as aside:
-            config.sign(folder, aside)
-    except (
-        Exception
-    ) as error:  # cryptography, OpenSSL, sigstore, the network and the disk have their own errors.
+        with file_aside(path, _scratch_place(folder)) as aside:
+            ignored = [SIGNATURE_NAME, aside.parent.parent]
+            config.set_hashing_config(library.hashing.Config().set_ignored_paths(paths=ignored))
+            with _key_errors(folder, private_key), full_disk_named(folder):
+                config.sign(folder, aside)
+    except OSError as error:
+        raise PackageError(
+            f"cannot write {path}: {error.strerror}; the package is as it was"
+        ) from error
+    return path
+
+
+def _use_signer(
+    config: Any,
+    private_key: str | Path | None,
+    certificate: str | Path | None,
+    certificate_chain: Sequence[str | Path],
+) -> None:
+    """Choose how to sign; see `sign`. config: The library's configuration."""
+    password = os.environ.get(PASSWORD_VARIABLE, "")
+    if private_key is None:
+        config.use_sigstore_signer(use_ambient_credentials=True)
+    elif certificate is None:
+        config.use_elliptic_key_signer(
+            private_key=private_key, password=password.encode() if password != "" else None
+        )
+    else:
+        config.use_certificate_signer(
+            private_key=private_key,
+            signing_certificate=certificate,
+            certificate_chain=certificate_chain,
+        )
+
+
+@contextmanager
+def _key_errors(folder: Path, private_key: str | Path | None) -> Iterator[None]:
+    """Explain the keys if the library refuses them."""
+    try:
+        yield
+    except PackageError:
+        raise
+    # cryptography, OpenSSL, sigstore and the network have their own errors.
+    except Exception as error:
         signer = "sigstore" if private_key is None else private_key
         raise PackageError(
             f"cannot sign {folder} with {signer} ({error_line(error)}); a key is a PEM file of an "
             f"elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, and a certificate is the "
             "key's own, with its issuer's in the chain"
         ) from error
-    return path
+
+
+def _scratch_place(folder: Path) -> Path:
+    """The folder for the scratch folder of a signature: outside of the package, if possible, whose
+    signature the remains of a killed process would break."""
+    parent = folder.parent
+    is_usable = os.access(parent, os.W_OK) and parent.stat().st_dev == folder.stat().st_dev
+    return parent if is_usable else folder

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from qsample.errors import PackageError
-from qsample.package.disk.scratch import ScratchFolder
+from qsample.package.disk.scratch import ScratchFolder, remove_abandoned
+from qsample.package.disk.space import full_disk_named
 
 # With this value of Linux, paths are relative to the working directory.
 _AT_FDCWD: Final = -100
@@ -131,6 +132,8 @@ def check_replaceable(
         return
     if path.is_symlink() or not path.is_dir():
         raise PackageError(f"{target} is a file; give a folder for the {kind}")
+    # A killed process may have left its scratch folder in it.
+    remove_abandoned(path)
     if not any(path.iterdir()):
         return
     if not is_one(path):
@@ -194,20 +197,23 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def file_aside(target: Path) -> Iterator[Path]:
+def file_aside(target: Path, folder: Path | None = None) -> Iterator[Path]:
     """Replace a file when the body ends.
 
+    Args:
+        target: The file.
+        folder: A folder of the same file system for the scratch folder; by default the target's.
+            If this process is killed, the next one that writes a file there removes the remains.
+
     Yields:
-        A free name next to `target` for the new file, which is deleted if the body raises.
+        A free name for the new file, which is deleted if the body raises.
 
     Raises:
         OSError: The system refuses.
+        PackageError: No scratch folder can be made, or the disk is full.
     """
-    aside = target.with_name(f".qsample-{os.getpid()}.part")
-    try:
+    place = folder or target.parent
+    with full_disk_named(place), ScratchFolder(place) as scratch:
+        aside = scratch.new / target.name
         yield aside
         aside.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
