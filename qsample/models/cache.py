@@ -292,7 +292,9 @@ def _check_folder(folder: Path) -> None:
     checked."""
     with suppress(OSError):
         mode = folder.stat().st_mode
-        if os.name == "posix" and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        is_writable = mode & stat.S_IWOTH != 0
+        is_sticky = mode & stat.S_ISVTX != 0
+        if os.name == "posix" and is_writable and not is_sticky:
             raise QsampleError(
                 f"every user may replace the files in {folder}, the cache of compiled models; `chmod +t {folder}`, or "
                 f"set {CACHE_VARIABLE} to another folder"
