@@ -35,7 +35,7 @@ NAN, INFINITY = math.nan, math.inf
 Gate = Callable[[Array, Array, pytest.MonkeyPatch], None]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A gate that returns whether numbers pass said no."""
 
 
@@ -100,7 +100,7 @@ def divergence(got: Array, wanted: Array, _: pytest.MonkeyPatch) -> None:
     found = _divergence(text, places)
     assert found.far or found.is_within(INFINITY)
     if not found.is_within(INFINITY):
-        raise Refused
+        raise RefusedError
 
 
 def verification(got: Array, wanted: Array, _: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def verification(got: Array, wanted: Array, _: pytest.MonkeyPatch) -> None:
     found = _differences(head, "the package", enumerate(got))
     limits = LimitOptions(max_mean=1e300, max_p99=1e300, max_difference=1e300, min_agreement=0)
     if limits.failures(verified(found)):
-        raise Refused
+        raise RefusedError
 
 
 def rotary_tables(got: Array, wanted: Array, patch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def rotary_tables(got: Array, wanted: Array, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rope, "initializer", lambda *_: None)
     model: Any = SimpleNamespace(graph=SimpleNamespace(initializers={}))
     if rope._tables(model, (), len(wanted)) is None:
-        raise Refused
+        raise RefusedError
 
 
 def scale_of_attention(got: Array, wanted: Array, _: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_one_number_that_is_none_does_not_pass(
         pytest.skip("a token that the float model never draws adds nothing")
     given = {"got": ROWS.copy(), "wanted": ROWS.copy()}
     given[side][place] = value
-    with pytest.raises((QsampleError, Refused)):
+    with pytest.raises((QsampleError, RefusedError)):
         gate(given["got"], given["wanted"], monkeypatch)
 
 
@@ -192,7 +192,7 @@ def test_another_number_that_is_wrong_does_not_pass_beside_an_equal_one_that_is_
     got, wanted = ROWS.copy(), ROWS.copy()
     got[2, 1] = wanted[2, 1] = value
     got[4, 2] += 1
-    with pytest.raises((QsampleError, Refused)):
+    with pytest.raises((QsampleError, RefusedError)):
         gate(got, wanted, monkeypatch)
 
 

@@ -1,7 +1,7 @@
 """Objects of the public API are used again and again with other values: each result is that of a new object.
 
-After each use comes every use, so also the same: longer inputs after shorter ones and the other way round, a row after a
-batch, and anything after an error, a cancellation, a stop string and a full context.
+After each use comes every use, so also the same: longer inputs after shorter ones and the other way round, a row after
+a batch, and anything after an error, a cancellation, a stop string and a full context.
 """
 
 from __future__ import annotations

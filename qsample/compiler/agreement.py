@@ -242,8 +242,8 @@ def _check_numbers(texts: Sequence[Text], graph: str) -> None:
     for number, call in enumerate(call for text in texts for call in text):
         if call.logits.size and not np.isfinite(call.logits.max(-1)).all():
             raise CompileError(
-                f"self-test failed: the {graph} graph's logits in call {number} are not numbers; take another dtype, or "
-                "export the model again"
+                f"self-test failed: the {graph} graph's logits in call {number} are not numbers; take another dtype, "
+                "or export the model again"
             )
 
 

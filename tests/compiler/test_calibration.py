@@ -18,7 +18,6 @@ from qsample.contract.interface import Interface
 from qsample.package.divergence import CHATS
 from qsample.package.package import read_package
 
-
 STOP = 1  # of the bundled model
 
 

@@ -264,7 +264,7 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
 # Features of the package before them.
 OF_PACKAGES: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({"logit_bias": True}, ROW, {"logit_bias": {331: 1.0}}, "logit_bias has token id 331"),
-    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros(10, np.int32)}, r"an int32 bitmask \[11\] or \[1, 11\]"),
+    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros(10, np.int32)}, r"int32 bitmask \[11\] or \[1, 11\]"),
     ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros((3, 11), np.int32)}, "give an int32 bitmask"),
     ({"compilation": compilation(batch_size=2, ctx_len=48)}, [5] * 48, {}, "prompt has 48 tokens and .* at most 47"),
     ({"manifest": {"token_ids": TokenIds(PAD, None, (EOS,))}}, [[]], {}, "prompt 0 is empty and the model has no beg"),
