@@ -230,7 +230,7 @@ def test_texts_that_are_no_manifest(text: bytes, tmp_path: Path) -> None:
         ('"some/model"', '"\\ud800"'),
         ('"vocab_size": 100', '"vocab_size": 0'),
         ('"vocab_size": 100', '"vocab_size": 2147483648'),
-        ('"pad": 0', '"pad": -1'),
+        ('"pad": 4', '"pad": -1'),
         ('"head_dim": 8', '"head_dim": 0'),
         ('"layer": null', '"layer": 1'),  # of both layers
         ('"bytes": 5000', '"bytes": -5000'),

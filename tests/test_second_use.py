@@ -31,7 +31,7 @@ from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, Request, SamplingParams, TextStreamer, load
 from tests.helpers.fake_graphs import GUESSING_CAPACITY
 from tests.helpers.fake_images import AXIAL, ROWS, picture, placeholders
-from tests.helpers.fake_package import MAX_POSITIONS, POISON
+from tests.helpers.fake_package import MAX_POSITIONS, POISON, VOCAB
 from tests.test_reference import NAMES, ROOMS, public
 
 FREE = SamplingParams(temperature=0.9, max_new_tokens=12, eos_token_id=())
@@ -175,7 +175,7 @@ def one_odd(step: Any, mask: np.ndarray) -> None:
 
 
 def allowed(*tokens: int) -> np.ndarray:
-    mask = np.zeros(10, np.uint32)
+    mask = np.zeros(-(-VOCAB // 32), np.uint32)
     for token in tokens:
         mask[token // 32] |= np.uint32(1) << np.uint32(token % 32)
     return mask.view(np.int32)
@@ -497,7 +497,7 @@ def classes_of_models() -> tuple[type, ...]:
 
 MASKS: dict[str, Use] = {
     "function": generated([PROMPT, OTHER], FREE, seed=1, allowed_tokens=one_odd),
-    "mask": generated(PROMPT, FREE, seed=1, allowed_tokens=allowed(3, 40, 64, 319)),
+    "mask": generated(PROMPT, FREE, seed=1, allowed_tokens=allowed(3, 40, 64, 319, VOCAB - 1)),
     "masks": generated(
         [PROMPT, OTHER], GREEDY, allowed_tokens=np.stack([allowed(31), allowed(32)])
     ),

@@ -53,18 +53,26 @@ def fake_weights() -> dict[str, Any]:
     def random(*shape: int, scale: float) -> Any:
         return (generator.standard_normal(shape) * scale).astype(np.float32)
 
-    embedding = random(VOCAB, DIM, scale=1.0)
+    # The tokens of the last word of a mask are drawn apart, so that the others have the same weights without them.
+    whole_words = VOCAB // 32 * 32
+    last_word = VOCAB - whole_words
+    embedding = random(whole_words, DIM, scale=1.0)
     embedding[POISON] = np.nan
-    head_bias = np.zeros(VOCAB, dtype=np.float32)
-    head_bias[POISON] = -1e4  # never sampled by chance
-    return {
-        "embedding": embedding,
-        "head_bias": head_bias,
-        "frequencies": (1.0 / 10.0 ** np.linspace(0, 2, DIM)).astype(np.float32),
+    frequencies = (1.0 / 10.0 ** np.linspace(0, 2, DIM)).astype(np.float32)
+    products = {
         "w_query": random(DIM, DIM, scale=0.5),
         "w_key": random(DIM, DIM, scale=0.5),
         "w_value": random(DIM, DIM, scale=0.7),
-        "w_head": random(DIM, VOCAB, scale=0.6),
+    }
+    head = random(DIM, whole_words, scale=0.6)
+    head_bias = np.zeros(VOCAB, dtype=np.float32)
+    head_bias[POISON] = -1e4  # never sampled by chance
+    return {
+        "embedding": np.concatenate([embedding, random(last_word, DIM, scale=1.0)]),
+        "head_bias": head_bias,
+        "frequencies": frequencies,
+        **products,
+        "w_head": np.concatenate([head, random(DIM, last_word, scale=0.6)], axis=1),
         "past_last": np.array([3], dtype=np.int64),
     }
 

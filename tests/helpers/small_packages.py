@@ -34,7 +34,7 @@ def manifest(**changes: Any) -> Manifest:
             "some/model", None, "llama", "LlamaForCausalLM", {"model.safetensors": "ab" * 32}
         ),
         "versions": {"qsample": "0.1.0"},
-        "token_ids": TokenIds(0, None, (2, 3)),
+        "token_ids": TokenIds(4, None, (2, 3)),
         "max_position_embeddings": None,
         "parity": {"max_error": 1e-6, "rows": 3},
     }

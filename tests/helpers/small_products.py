@@ -1,4 +1,4 @@
-"""Graphs of a single product with weights, in the forms that packages have."""
+"""Graphs of a product with weights, or of several, in the forms that packages have."""
 
 from __future__ import annotations
 
@@ -47,14 +47,24 @@ def quantized(bits: int, block: int, inputs: int, outputs: int, *, zeros: bool =
     )
 
 
-def decoder(folder: Path, made: Made, name: str = "decoder") -> Path:
-    """A file with the graph."""
-    nodes, inputs, constants, _ = made
-    output = nodes[-1].outputs[0]
-    output.name, output.type = "y", ir.TensorType(ir.DataType.FLOAT)
+def decoder(folder: Path, *products: Made, name: str = "decoder") -> Path:
+    """A file with the products, whose names get the number of their product from the second on."""
+    nodes: list[ir.Node] = []
+    inputs: list[ir.Value] = []
+    outputs: list[ir.Value] = []
+    constants: list[ir.Value] = []
+    for number, (own_nodes, own_inputs, own_constants, _) in enumerate(products):
+        output = own_nodes[-1].outputs[0]
+        output.name, output.type = "y", ir.TensorType(ir.DataType.FLOAT)
+        for value in (*own_inputs, *own_constants, output) if number else ():
+            value.name = f"{value.name}_{number}"
+        nodes += own_nodes
+        inputs += own_inputs
+        outputs.append(output)
+        constants += own_constants
     opsets = {"": 20, "com.microsoft": 1}
     graph = ir.Graph(
-        inputs, [output], nodes=nodes, initializers=constants, opset_imports=opsets, name="product"
+        inputs, outputs, nodes=nodes, initializers=constants, opset_imports=opsets, name="products"
     )
     ir.save(ir.Model(graph, ir_version=10), folder / f"{name}.onnx")
     return folder / f"{name}.onnx"

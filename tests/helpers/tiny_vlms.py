@@ -273,7 +273,9 @@ def config_of(model_type: str, **text: Any) -> tf.PretrainedConfig:
                 "num_kv_shared_layers": 0,
                 "layer_types": ["sliding_attention", "full_attention"],
             }
-            tower = {**TOWER, "num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 3}
+            # Two query heads attend with each key head, which stand next to each other.
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+            tower = {**TOWER, **heads, "pooling_kernel_size": 3}
             del tower["image_size"]
             return tf.Gemma4Config(
                 text_config={**sizes, **layers, **text},

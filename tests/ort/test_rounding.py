@@ -187,6 +187,26 @@ def test_the_numbers_of_rows_suit_all_products_of_a_kind(
     assert len(found.unknown) == counts.count(None)
 
 
+def test_products_of_several_kinds_in_one_graph(tmp_path: Path) -> None:
+    """What suits each of them alone; in either order."""
+    ways: list[tuple[tuple[object, ...] | str | None, int, int]] = [
+        ((4, 32), 256, 192),
+        (None, 128, 320),
+        ("input", 64, 96),
+        ((8, 128), 512, 64),
+    ]
+    alone = [
+        measured(decoder(tmp_path, product(*way), name=f"alone-{number}"))
+        for number, way in enumerate(ways)
+    ]
+    wanted = ANY_ROWS
+    for one in (alone[0], alone[1], alone[3]):
+        wanted = wanted & one.products
+    for name, order in (("there", ways), ("back", ways[::-1])):
+        found = measured(decoder(tmp_path, *(product(*way) for way in order), name=name))
+        assert (found.products, found.adapters) == (wanted, alone[2].adapters)
+
+
 def test_numbers_of_rows() -> None:
     assert [RowCounts().cover(n) for n in (1, 2, 3)] == [1, 2, 3]
     assert [RowCounts(3).cover(n) for n in (1, 3, 4)] == [3, 3, 4]
@@ -198,7 +218,9 @@ def test_numbers_of_rows() -> None:
 def test_the_digest_is_that_of_the_kernels(tmp_path: Path) -> None:
     """Not of the number of threads, or of outputs; other products have another."""
     wide, narrow, other = (
-        measured(decoder(tmp_path, quantized(4, 32, inputs, outputs), str(outputs)), threads).digest
+        measured(
+            decoder(tmp_path, quantized(4, 32, inputs, outputs), name=str(outputs)), threads
+        ).digest
         for inputs, outputs, threads in ((256, 1500, 3), (256, 192, 1), (512, 300, 1))
     )
     assert wide == narrow != other

@@ -206,8 +206,8 @@ def test_logit_bias_and_allowed_tokens(
     forced = SamplingParams(temperature=1.0, max_new_tokens=3, logit_bias={65: 1e4, 66: -1e4})
     rows = model.generate(PROMPTS[:2], [forced, RANDOM], seed=1, prefill_chunk_size=chunk).token_ids
     assert rows[0] == [65, 65, 65]
-    allowed = {10, 33, 319}
-    mask = np.zeros(VOCAB // 32, dtype=np.int32)
+    allowed = {10, 33, 319, VOCAB - 1}
+    mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
     for token in allowed:
         mask[token // 32] |= np.array(1 << token % 32, dtype=np.uint32).astype(np.int32)
     options = {"seed": 1, "allowed_tokens": mask, "prefill_chunk_size": chunk}

@@ -63,7 +63,7 @@ def test_a_row_without_tokens_to_sample_leaves_nothing_behind(
     with Engine(fake_model(allowed_tokens=True), slots=2, prefill_chunk_size=2) as engine:
         running = engine.add_request([5], ENDLESS, seed=0)
         wait_for_token(running)
-        nothing = np.zeros(VOCAB // 32, dtype=np.int32)
+        nothing = np.zeros(-(-VOCAB // 32), dtype=np.int32)
         assert outcome(engine.add_request(prompt, FREE, allowed_tokens=nothing)) == ([], "invalid")
         seen = running.completion_tokens
         wait_until(lambda: running.completion_tokens > seen + 3)

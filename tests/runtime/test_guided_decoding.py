@@ -32,7 +32,7 @@ def test_each_request_may_have_its_own_function_for_allowed_tokens(
         seen: list[Any] = []
 
         def only(step: Any, mask: np.ndarray) -> None:
-            assert mask.shape == (1, VOCAB // 32)
+            assert mask.shape == (1, -(-VOCAB // 32))
             if seen:
                 assert (step.tokens.tolist(), step.emitted.tolist()) == (
                     [start + len(seen) - 1],
@@ -52,7 +52,7 @@ def test_each_request_may_have_its_own_function_for_allowed_tokens(
             engine.add_request([5], FREE, allowed_tokens=counting(start)) for start in (10, 100)
         ]
         fixed = engine.add_request(
-            [6], FREE, allowed_tokens=np.array([1 << 5, *[0] * 9], dtype=np.int32)
+            [6], FREE, allowed_tokens=np.array([1 << 5, *[0] * 10], dtype=np.int32)
         )
         assert outcome(free) == expected([7, 8], FREE, 1)
         assert [request.result(60).token_ids for request in guided] == [
@@ -225,7 +225,7 @@ def test_allowed_tokens_written_before_every_token(fake_model: Callable[..., Cau
 
     def only(step: Step | None, mask: np.ndarray) -> None:
         seen.append([] if step is None else step.tokens.tolist())
-        assert mask.shape == (2, VOCAB // 32)
+        assert mask.shape == (2, -(-VOCAB // 32))
         mask[:] = 0
         for row in range(2):
             token = 100 * row + len(seen) - 1

@@ -20,6 +20,7 @@ from qsample.runtime import (
     RequestFailedError,
     SamplingParams,
     load,
+    prepare,
 )
 from qsample.runtime.decode.slots import Slots
 from qsample.runtime.prepare import choose_seeds
@@ -315,3 +316,9 @@ def test_allowed_token_ids_that_are_wrong(fake_model: Callable[..., CausalLM]) -
         model.generate(PROMPTS, allowed_token_ids=[5, 99999])
     with pytest.raises(ValueError, match=r"exported with allowed_tokens=True .* or grammars=True"):
         fake_model().generate(PROMPTS, allowed_token_ids=[5])
+
+
+@pytest.mark.parametrize("rows", [[(5,), (6, 7, 8)], [(6, 7, 8), (5,)], [(5,), (6, 7, 8), (9, 4)]])
+def test_sequences_of_different_lengths_end_in_the_same_column(rows: list[tuple[int, ...]]) -> None:
+    array = prepare._ids("bad_words_ids", rows, 20, sequences=True)
+    assert array.tolist() == [[*[-1] * (3 - len(ids)), *ids] for ids in rows]

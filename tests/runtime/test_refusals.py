@@ -126,7 +126,7 @@ OPTIONS: dict[str, list[Any]] = {
         b"a", iter(["a"]),
     ],
     "allowed_tokens": [
-        5, "a", DEEP, Odd(), np.zeros(3, np.int32), np.zeros(10, np.int64), np.zeros((2, 10), np.int32), [[1], [1, 2]],
+        5, "a", DEEP, Odd(), np.zeros(3, np.int32), np.zeros(11, np.int64), np.zeros((2, 11), np.int32), [[1], [1, 2]],
     ],
     "params": [5, "a", DEEP, Odd(), [5], [], [SamplingParams()] * 2, {"temperature": 1}],
     "timeout": ["a", math.nan, DEEP, Odd(), 1j],
@@ -192,7 +192,7 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     ([[5], [True]], {}, r"prompt 1 is \[True\]"),
     ([[5], None], {}, "prompt 1 is None"),
     ([[[5]]], {}, r"prompt 0 is \[\[5\]\]"),
-    ([[5], [320]], {}, "prompt 1 has token id 320; the model's ids are 0 to 319"),
+    ([[5], [331]], {}, "prompt 1 has token id 331; the model's ids are 0 to 330"),
     ([[5, -1]], {}, "prompt 0 has token id -1"),
     (np.array([[0.5]]), {}, "token ids are float64; give integers"),
     (np.array([[True]]), {}, "token ids are bool"),
@@ -240,7 +240,7 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (ROW, {"sequence_bias": [[[5, 6], 1.0]]}, r"sequence_bias is .*single token.*bad_words_ids forbids a sequence"),
     (ROW, {"begin_suppress_tokens": np.array([1, 2])}, "begin_suppress_tokens is of type ndarray, which is not supp"),
     (ROW, {"logit_bias": {5: 1.0}}, "logit_bias needs a package that was exported with logit_bias=True"),
-    (ROW, {"allowed_tokens": np.zeros(10, np.int32)}, "allowed_tokens needs a package"),
+    (ROW, {"allowed_tokens": np.zeros(11, np.int32)}, "allowed_tokens needs a package"),
     (ROW, {"eos_token_id": VOCAB}, f"eos_token_id has token id {VOCAB}; the model's ids are 0 to {VOCAB - 1}"),
     (ROW, {"no_repeat_ngram_size": 3}, r"no_repeat_ngram_size is 3, .*filters=\['no_repeat_ngram_size'\] \(--filter\)"),
     (ROW, {"bad_words_ids": np.array([[5]])}, r"bad_words_ids is \(\(5,\),\), .* or give bad_words_ids=None"),
@@ -249,7 +249,7 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (ROW, {"max_time": math.nan}, "max_time is nan"),
     (ROW, {"stop_strings": ""}, "stop_strings is ''"),
     (ROW, {"tokenizer": 5}, "tokenizer is a int; give a fast tokenizer"),
-    (ROW, {"pad_token_id": 1.5}, r"pad_token_id is 1\.5; give a token id of the model, 0 to 319"),
+    (ROW, {"pad_token_id": 1.5}, r"pad_token_id is 1\.5; give a token id of the model, 0 to 330"),
     (ROW, {"pad_token_id": True}, "pad_token_id is True"),
     (ROW, {"bos_token_id": -1}, "bos_token_id is -1"),
     (ROW, {"prompt_lookup_num_tokens": 7}, r'draws a token a step; compile .*num_speculative_tokens=7 .*"int8"'),
@@ -263,9 +263,9 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
 ]  # fmt: skip
 # Features of the package before them.
 OF_PACKAGES: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
-    ({"logit_bias": True}, ROW, {"logit_bias": {320: 1.0}}, "logit_bias has token id 320"),
-    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros(9, np.int32)}, r"an int32 bitmask \[10\] or \[1, 10\]"),
-    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros((3, 10), np.int32)}, "give an int32 bitmask"),
+    ({"logit_bias": True}, ROW, {"logit_bias": {331: 1.0}}, "logit_bias has token id 331"),
+    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros(10, np.int32)}, r"int32 bitmask \[11\] or \[1, 11\]"),
+    ({"allowed_tokens": True}, ROW, {"allowed_tokens": np.zeros((3, 11), np.int32)}, "give an int32 bitmask"),
     ({"compilation": compilation(batch_size=2, ctx_len=48)}, [5] * 48, {}, "prompt has 48 tokens and .* at most 47"),
     ({"manifest": {"token_ids": TokenIds(PAD, None, (EOS,))}}, [[]], {}, "prompt 0 is empty and the model has no beg"),
     ({"tokenizer": False}, ROW, {"stop_strings": "a"}, "has no tokenizer; give eos_token_id, or tokenizer"),
@@ -308,7 +308,7 @@ OF_GENERATE: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({**NO_SAMPLER, "logprobs": True}, ROW, {"logits_processor": keep}, "package's logprobs are of; export without"),
     (NO_SAMPLER, ROW, {"logits_processor": [5]}, "logits_processor has a int; give a function"),
     (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: None}, "returned object"),
-    (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: scores[0]}, r"returned float32 \(320,\)"),
+    (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: scores[0]}, r"returned float32 \(331,\)"),
     (NO_SAMPLER, ROW, {"logits_processor": lambda ids, scores: ids}, "returned int64"),
 ]  # fmt: skip
 # The second is the number of sequences.

@@ -241,7 +241,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 def test_references_that_do_not_fit(tmp_path: Path) -> None:
     package = fake_package(tmp_path / "package")
     with pytest.raises(
-        QsampleError, match="other has a vocabulary of 7 tokens and the package one of 320"
+        QsampleError, match="other has a vocabulary of 7 tokens and the package one of 331"
     ):
         verify(
             package,
@@ -252,7 +252,7 @@ def test_references_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(QsampleError, match="other gives logits that are not numbers"):
         verify(
             package,
-            lambda rows: [np.full((len(row), 320), np.nan) for row in rows],
+            lambda rows: [np.full((len(row), 331), np.nan) for row in rows],
             text=TEXT * 30,
             name="other",
         )

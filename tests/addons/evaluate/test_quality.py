@@ -167,7 +167,7 @@ def test_a_text_is_tokenized_as_a_prompt_is(llama_package: Path) -> None:
 
 
 def test_only_a_few_numbers_of_a_token_are_kept(tmp_path: Path) -> None:
-    """The distributions of all tokens would be 3,000 x 320 numbers a package."""
+    """The distributions of all tokens would be 3,000 x 331 numbers a package."""
     package = fake_package(tmp_path / "package")
     ids = np.random.default_rng(0).integers(4, 60, 3000)
     evaluate(package, ids[:100])  # loads what is loaded once
@@ -176,7 +176,7 @@ def test_only_a_few_numbers_of_a_token_are_kept(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # The resamples of the intervals take the most.
-    assert peak < 3000 * 320 * 8 * 8
+    assert peak < 3000 * 331 * 8 * 8
 
 
 def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_progress_goes_from_nothing_to_all(tmp_path: Path) -> None:
         ([[5]], {}, "no token to score"),
         ([1.5, 2.5], {}, r"give a text, token ids"),
         (7, {}, "give a text, token ids"),
-        ([5, 320], {}, "give integers from 0 to 319"),
-        ([5, -1], {}, "give integers from 0 to 319"),
-        (np.array([0.5, 2.0]), {}, "give integers from 0 to 319"),
+        ([5, 331], {}, "give integers from 0 to 330"),
+        ([5, -1], {}, "give integers from 0 to 330"),
+        (np.array([0.5, 2.0]), {}, "give integers from 0 to 330"),
         ("half \ud800", {}, "lone surrogate"),
         (TEXT, {"max_length": 49}, "max_length is 49 and .*package holds 48"),
         (TEXT, {"max_length": 1}, "max_length is 1"),
@@ -249,7 +249,7 @@ def test_packages_that_do_not_go_together(tmp_path: Path) -> None:
     assert evaluate(first, TEXT, against=alike).packages[0].comparisons[0].kl.value == 0
 
     larger = fake_package(tmp_path / "larger", interface=replace(fake_interface(), vocab_size=2048))
-    with pytest.raises(QsampleError, match=r"a vocabulary of 320 tokens and .* one of 2048"):
+    with pytest.raises(QsampleError, match=r"a vocabulary of 331 tokens and .* one of 2048"):
         evaluate(larger, TEXT, against=first)
     with pytest.raises(
         QsampleError, match=r"first gives logits that are not numbers, at scored token 3;"

@@ -47,17 +47,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     read = model.tokenizer
     assert read is not None
     assert read.num_ids == 360
-    assert read.encode("a<extra 59>") == [1, 68, 319]
-    for text in ("a<extra 60>b", "a" * 30_000 + "<extra 60>"):
+    assert read.encode("a<extra 70>") == [1, 68, 330]
+    for text in ("a<extra 71>b", "a" * 30_000 + "<extra 71>"):
         wanted = (
-            r"a text has '<extra 60>', token 320 of the tokenizer, and the model has 320 tokens"
+            r"a text has '<extra 71>', token 331 of the tokenizer, and the model has 331 tokens"
         )
         for encode in (read.encode, lambda text: model.generate(text, max_new_tokens=1)):
             with pytest.raises(ValueError, match=wanted):
                 encode(text)
-    ids = read.tokenize("a<extra 60><extra 99>")
-    assert ids == [1, 68, 320, 359]
-    assert read.decode(ids) == "a<extra 60><extra 99>"
+    ids = read.tokenize("a<extra 71><extra 99>")
+    assert ids == [1, 68, 331, 359]
+    assert read.decode(ids) == "a<extra 71><extra 99>"
     assert model.generate("a", max_new_tokens=3, eos_token_id=()).token_ids[0]
 
 
@@ -65,9 +65,9 @@ def test_another_tokenizer_may_have_more_tokens(fake_model: Callable[..., Causal
     given = byte_tokenizer()
     given.add_tokens([f"<extra {i}>" for i in range(100)])
     model = fake_model(tokenizer=False)
-    assert model.generate("a<extra 59>", tokenizer=given, max_new_tokens=2).texts
-    with pytest.raises(ValueError, match="a text has '<extra 60>', token 320"):
-        model.generate("a<extra 60>", tokenizer=given)
+    assert model.generate("a<extra 70>", tokenizer=given, max_new_tokens=2).texts
+    with pytest.raises(ValueError, match="a text has '<extra 71>', token 331"):
+        model.generate("a<extra 71>", tokenizer=given)
 
 
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:

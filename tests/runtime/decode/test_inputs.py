@@ -117,3 +117,17 @@ def test_uniforms_equal_the_graph(tmp_path: Path) -> None:
 def test_xtc_noise_has_a_separate_stream() -> None:
     words = philox4x32((1, 1, 0, 0), (7, 0))
     assert uniforms(7, 8, stream=1)[4:].tolist() == [(word >> 8) * 2.0**-24 for word in words]
+
+
+@pytest.mark.parametrize("lengths", [(1, 5), (5, 1), (2, 5, 3)])
+def test_the_longest_prompt_decides_the_width(lengths: tuple[int, ...]) -> None:
+    """Whichever row it is in."""
+    inputs = PromptInputs(3, 10, RowCounts(), "cpu", renewed=True)
+    rows = [np.arange(10 * row, 10 * row + length) for row, length in enumerate(lengths)]
+    made = inputs.write(rows)
+    ids = made["input_ids"].read()
+    assert ids.shape == (len(lengths), 5)
+    assert [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)] == [
+        row.tolist() for row in rows
+    ]
+    assert made["input_lengths"].read()[: len(lengths)].tolist() == list(lengths)
