@@ -161,7 +161,7 @@ def test_certificates(tmp_path: Path) -> None:
 def test_sigstore_asks_for_the_account(
     signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's part needs a network; this one shows what it is asked."""
+    """What the library is asked without a trust configuration; it then needs a network."""
     folder, public = signed
     bundle: dict[str, Any] = json.loads((folder / SIGNATURE_NAME).read_text())
     bundle["verificationMaterial"] = {"certificate": {"rawBytes": "MDA="}, "tlogEntries": []}
@@ -176,7 +176,8 @@ def test_sigstore_asks_for_the_account(
     )
     with pytest.raises(PackageError, match="is not a valid signature"):
         read_package(folder, trusted_keys=["sigstore:a@b.c,https://issuer"])
-    assert asked == [{"identity": "a@b.c", "oidc_issuer": "https://issuer"}]
+    wanted = {"identity": "a@b.c", "oidc_issuer": "https://issuer", "trust_config": None}
+    assert asked == [wanted]
 
 
 def test_files_that_change_between_the_check_and_the_use(signed: tuple[Path, Path]) -> None:

@@ -65,9 +65,13 @@ def sign(
     except (
         Exception
     ) as error:  # cryptography, OpenSSL, sigstore, the network and the disk have their own errors.
+        remedy = (
+            f"a key is a PEM file of an elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, "
+            "and a certificate is the key's own, with its issuer's in the chain"
+        )
+        if private_key is None:
+            remedy = "sigstore needs a network and an account; connect to the network, or sign with a key"
         raise PackageError(
-            f"cannot sign {folder} with {private_key or 'sigstore'} ({error_line(error)}); a key is a PEM file of an "
-            f"elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, and a certificate is the "
-            "key's own, with its issuer's in the chain"
+            f"cannot sign {folder} with {private_key or 'sigstore'} ({error_line(error)}); {remedy}"
         ) from error
     return path
