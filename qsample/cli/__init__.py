@@ -149,6 +149,9 @@ def main() -> None:
         # The reader of the pipe, such as `head`, has ended.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except KeyboardInterrupt:
+        # Before the command begins; afterwards, the parser reports it.
+        status = 128 + signal.SIGINT
     except Terminated as termination:
         with suppress(OSError):  # The terminal may be closed.
             print(
