@@ -17,10 +17,7 @@ from qsample.progress import Stage
 from tests.helpers.command_line import ROOT, qsample
 from tests.helpers.foreign import unpack
 
-pytestmark = [
-    pytest.mark.ci,
-    pytest.mark.skipif(sys.platform == "win32", reason="no such signals"),
-]
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
 # The command, which says when a stage begins, and waits for a line.
 PAUSING = """
 import sys
@@ -75,6 +72,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "packages" / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "stage", "status"),
     [
@@ -114,6 +112,7 @@ def replaced(file: Path) -> None:
     os.replace(other, file)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "change", "stage"),
     [
@@ -136,7 +135,8 @@ def test_a_file_that_changes_while_it_is_baked(
     assert list(out.parent.iterdir()) == []
 
 
-def test_of_two_at_once_one_makes_the_package(decoder: Path, out: Path) -> None:
+@pytest.mark.slow
+def test_two_at_once_leave_a_whole_package(decoder: Path, out: Path) -> None:
     """Both have begun to publish when the first one goes on."""
     processes = [start(decoder, out, Stage.PUBLISHING) for _ in range(2)]
     statuses = []
@@ -151,6 +151,7 @@ def test_of_two_at_once_one_makes_the_package(decoder: Path, out: Path) -> None:
     assert contents(out) == whole
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [0, 1000, 50_000])
 def test_a_full_disk(size: int, decoder: Path, out: Path) -> None:
     """As a limit of the size of files shows it: every write fails beyond it."""
