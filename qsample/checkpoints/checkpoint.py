@@ -55,6 +55,7 @@ from qsample.checkpoints.source import (
     HubOptions,
     check_exists,
     check_kind,
+    check_layer_counts,
     files_of,
     kind_of,
     license_of,
@@ -68,6 +69,9 @@ from qsample.transforms.decoder import apply_transforms, state_shapes
 from qsample.transforms.deferred import deferring, numbers
 
 _LANGUAGE_MODEL_ONLY: Final = "its language model alone with text_only=True (--text-only)"
+# The numbers of a model that its files may lack until it is refused by its size. With fewer, the
+# weights are loaded, and an error names the missing ones.
+_MAX_MISSING_NUMBERS: Final = 1 << 27
 _COPY_IN_BLOCKS: Final = "the copy of the quantized weights in blocks"
 # The errors of a layer that meets a cache of an unexpected kind; a value that is missing without
 # weights raises others.
@@ -89,6 +93,7 @@ class Outline:
             several models.
         shapes: the shapes of the model's weights, by name.
         transposed: the last names of the layers that hold their weight as [in, out].
+        size: the number of numbers of all parameters; tied ones count once.
     """
 
     config: PretrainedConfig
@@ -97,6 +102,7 @@ class Outline:
     model_config: PretrainedConfig
     shapes: Mapping[str, torch.Size]
     transposed: frozenset[str]
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,9 @@ class Checkpoint:
         cannot be read."""
         check_exists(self.model_id, self.hub)
         with self._config_errors():
+            # Some configurations make a list as long as their number of layers.
+            values, _ = PretrainedConfig.get_config_dict(self.model_id, **self.hub.downloading())
+            check_layer_counts(self.model_id, values)
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 self.model_id, **self.hub.loading()
             )
@@ -352,6 +361,7 @@ class Checkpoint:
                 copy.deepcopy(model.config),
                 {name: weight.shape for name, weight in model.state_dict().items()},
                 conv1d_names(model),
+                sum(parameter.numel() for parameter in model.parameters()),
             )
             _check_states(model)
         return outline
@@ -435,6 +445,7 @@ class Checkpoint:
             else:
                 assert outline.kind is not None
                 weights = stored.weights if isinstance(stored, QuantizedCheckpoint) else stored
+                self._check_size(outline.kind, weights)
                 options["config"] = copy.deepcopy(outline.model_config)
                 # Weights that transformers merges are computed when they are needed.
                 with deferring(), loading_in_this_thread():
@@ -522,6 +533,17 @@ class Checkpoint:
                     get_checkpoint_shard_files(self.model_id, file, **options)  # type: ignore[no-untyped-call]
                 return weight_files(Path(file).parent)
         return []
+
+    def _check_size(self, kind: type[PreTrainedModel], weights: Mapping[str, Tensor]) -> None:
+        """Raise QsampleError if the model is much larger than its weights: transformers would make
+        random numbers for the rest, in memory, before `_check_complete` can name them."""
+        held = sum(weight.numel() for weight in weights.values())
+        # A tied table may be stored once and counted twice.
+        if self.outline.size > 2 * held + _MAX_MISSING_NUMBERS:
+            raise QsampleError(
+                f"{self.model_id}: {kind.__name__} has {self.outline.size} numbers by its {self._configured_by}, and "
+                f"the files of its weights hold {held}; give weights and configuration of one model"
+            )
 
     def _check_complete(
         self,

@@ -7,7 +7,7 @@ and a graph can refer to that place.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qsample.errors import QsampleError
+from qsample.errors import QsampleError, listed
 from qsample.package.disk.tensor_file import read_header
 from qsample.package.disk.untrusted import open_plain, problem_of_name, read_json
 from qsample.request.huggingface.facade import dtype_name
@@ -69,10 +69,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors)."""
+    """The place of each tensor of a safetensors file (https://huggingface.co/docs/safetensors). Raises
+    QsampleError for a header that safetensors takes and RFC 8259 leaves open."""
     real = file.resolve()  # ONNX Runtime opens no links, and the hub's cache consists of links
-    with open_plain(real) as opened:
-        header, start = read_header(opened, _MAX_HEADER_BYTES)
+    try:
+        with open_plain(real) as opened:
+            header, start = read_header(opened, _MAX_HEADER_BYTES)
+    except ValueError as error:
+        raise QsampleError(f"{file} cannot be read: {error}; download it again") from error
     header.pop("__metadata__", None)
     found: dict[str, Place] = {}
     for name, entry in header.items():
@@ -102,10 +106,26 @@ def mapped_weights(files: list[Path]) -> dict[str, Tensor]:
     for file in files:
         with open_weights(file) as tensors:
             places_by_name = places(file)
+            check_held_once(weights.keys() & places_by_name.keys(), file)
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 tensor = tensors.get_tensor(name)
                 weights[name] = named_in_float32(name, tensor, places_by_name[name])
     return weights
+
+
+def check_held_once(repeated: Collection[str], file: Path) -> None:
+    """Raise QsampleError if a file has tensors that an earlier file of the checkpoint has, too: the
+    files do not say which of them counts.
+
+    Args:
+        repeated: the names of these tensors.
+        file: the later file.
+    """
+    if repeated:
+        raise QsampleError(
+            f"{file} holds {listed(repeated)}, which another file of the checkpoint holds, too; download the "
+            "checkpoint again into an empty folder"
+        )
 
 
 def named_in_float32(name: str, tensor: Tensor, place: Place) -> Tensor:

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from qsample.checkpoints.mapped_weights import Place, named_in_float32, open_weights, places
+from qsample.checkpoints.mapped_weights import (
+    Place,
+    check_held_once,
+    named_in_float32,
+    open_weights,
+    places,
+)
 from qsample.checkpoints.methods import (
     ADVICE,
     AS_FLOAT,
@@ -130,7 +136,9 @@ def read_packed(files: list[Path], packing: Format) -> PackedWeights:
         for file in files:
             opened = stack.enter_context(open_weights(file))
             tensors |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
-            places_by_name |= places(file)
+            places_of_file = places(file)
+            check_held_once(places_by_name.keys() & places_of_file.keys(), file)
+            places_by_name |= places_of_file
         end_of_mark = f".{packing.mark}"
         layers = sorted(
             name.removesuffix(end_of_mark) for name in tensors if name.endswith(end_of_mark)

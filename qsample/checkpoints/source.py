@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from qsample.checkpoints.methods import stated_quantization
-from qsample.checks import as_path
-from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.checks import as_path, is_integer
+from qsample.errors import QsampleError, UnsupportedModelError, shown
 from qsample.package.disk.untrusted import leads_out, read_json, read_text
 
 CONFIG: Final = "config.json"
@@ -51,6 +51,10 @@ _INNER_FOLDERS: Final = ("onnx", "additional_chat_templates")
 # The files that belong to a decoder in the folder `onnx` and lie beside that folder.
 _BESIDE_ONNX: Final = re.compile(r".*config\.json|token.*|.*\.jinja|special_tokens_map\.json")
 _IGNORED_SUFFIXES: Final = (".md", ".lock")
+# The numbers of layers that a configuration states. The layers are made before a weight is read, so
+# a stranger's number must not take hours; the deepest known models have 126.
+_LAYER_COUNT: Final = re.compile(r"(.*_)?(layers?|blocks?|depth)")
+_MAX_LAYERS: Final = 1024
 _LICENSE: Final = re.compile(r"^license: *[\"']?([\w.+-]{1,64})[\"']? *$", re.MULTILINE)
 
 
@@ -202,6 +206,7 @@ def check_kind(name: str, config: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedModelError: if not; the message says what to take instead.
     """
+    check_layer_counts(name, config)
     kind = kind_of(config)
     if config.get("is_encoder_decoder") is True:
         named_kind = f" ({kind})" if kind else ""
@@ -213,6 +218,19 @@ def check_kind(name: str, config: Mapping[str, Any]) -> None:
             f"{name} is a {kind}, which does not continue texts; {ANOTHER_MODEL}"
         )
     stated_quantization(config, name)
+
+
+def check_layer_counts(name: str, config: Mapping[str, Any]) -> None:
+    """Check the numbers of layers of a configuration, its inner configurations included. Raises
+    UnsupportedModelError for more than 1,024."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_layer_counts(name, value)
+        elif is_integer(value, _MAX_LAYERS + 1) and _LAYER_COUNT.fullmatch(str(key)):
+            raise UnsupportedModelError(
+                f"{name}: {key} is {shown(value, 40)} in its {CONFIG}, and {_MAX_LAYERS} is the most that can be "
+                "exported; correct it, or download it again"
+            )
 
 
 def kind_of(config: Mapping[str, Any]) -> str:

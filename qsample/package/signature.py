@@ -12,6 +12,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -21,13 +22,21 @@ from qsample.package.disk.untrusted import parse_json, read_json
 
 SIGNATURE_NAME: Final = "model.sig"
 _SIGSTORE_PREFIX: Final = "sigstore:"
+_TRUST_CONFIG_SUFFIX: Final = ".json"
+# What to do if trusted keys cannot be used, by the kind of the signer.
+_REMEDIES: Final = {
+    "key": "give a public key of P-256, P-384 or P-521 as PEM",
+    "certificate": "give the certificates of authorities as PEM",
+    "sigstore": "the root of trust of sigstore's public service is fetched from tuf-repo-cdn.sigstore.dev: connect "
+    "to the network, or give the .json file of a trust configuration, too",
+}
 # A signature has about 150 bytes for each file.
 _MAX_SIGNATURE_BYTES: Final = 1 << 24
 # The library leaves these out of a signature.
 _GIT_NAMES: Final = (".git", ".gitattributes", ".github", ".gitignore")
 
-# Files of public keys or of certificate authorities in PEM, folders of `.pem` files, or
-# "sigstore:ACCOUNT,ISSUER".
+# Files of public keys or of certificate authorities in PEM, folders of `.pem` files,
+# "sigstore:ACCOUNT,ISSUER", or with that the `.json` file of a sigstore's trust configuration.
 TrustedKeys = str | Path | Sequence[str | Path]
 
 
@@ -68,11 +77,14 @@ class _Trusted:
         keys: The files of public keys by fingerprint.
         authorities: The files of certificates of authorities.
         account: The account at sigstore and its issuer, if any.
+        trust_config: The file of the trust configuration of the account's sigstore; None for the
+            public service's, which is fetched.
     """
 
     keys: Mapping[str, Path]
     authorities: Sequence[Path]
     account: tuple[str, str] | None
+    trust_config: Path | None
 
     @classmethod
     def of(cls, trusted: TrustedKeys) -> _Trusted:
@@ -86,23 +98,29 @@ class _Trusted:
             for text in texts
             if text.startswith(_SIGSTORE_PREFIX)
         ]
-        if not given or len(accounts) > 1 or any("," not in account for account in accounts):
+        files = [text for text in texts if not text.startswith(_SIGSTORE_PREFIX)]
+        trust_configs = [Path(text) for text in files if text.endswith(_TRUST_CONFIG_SUFFIX)]
+        # The library would accept every issuer in place of an empty one.
+        is_incomplete = any("" in (*account.partition(",")[::2],) for account in accounts)
+        if not given or is_incomplete or len(accounts) > 1 or len(trust_configs) > len(accounts):
             raise ValueError(
-                f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_SIGSTORE_PREFIX}ACCOUNT,ISSUER"
+                f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_SIGSTORE_PREFIX}ACCOUNT,ISSUER "
+                f"and with that at most one {_TRUST_CONFIG_SUFFIX} file, the trust configuration of its sigstore"
             )
         account = None
         if accounts:
             name, _, issuer = accounts[0].partition(",")
             account = name, issuer
+        trust_config = trust_configs[0] if trust_configs else None
         keys = dict[str, Path]()
         authorities = list[Path]()
-        for path in _pem_files(text for text in texts if not text.startswith(_SIGSTORE_PREFIX)):
+        for path in _pem_files(text for text in files if not text.endswith(_TRUST_CONFIG_SUFFIX)):
             fingerprint = _fingerprint(path)
             if fingerprint is None:
                 authorities.append(path)
             else:
                 keys[fingerprint] = path
-        return cls(keys, authorities, account)
+        return cls(keys, authorities, account, trust_config)
 
 
 def _fingerprint(path: Path) -> str | None:
@@ -179,16 +197,32 @@ def check_signature(folder: Path, hashes: Mapping[str, str], trusted_keys: Trust
     signer = signature.signer
     config = library.verifying.Config().set_hashing_config(_known_hashes(library, hashes))
     if signer.kind == "key" and signer.fingerprint in trusted.keys:
-        config.use_elliptic_key_verifier(public_key=trusted.keys[signer.fingerprint])
+        key = trusted.keys[signer.fingerprint]
+        use_verifier = partial(config.use_elliptic_key_verifier, public_key=key)
     elif signer.kind == "certificate" and trusted.authorities:
-        config.use_certificate_verifier(certificate_chain=trusted.authorities)
+        chain = trusted.authorities
+        use_verifier = partial(config.use_certificate_verifier, certificate_chain=chain)
     elif signer.kind == "sigstore" and trusted.account is not None:
         account, issuer = trusted.account
-        config.use_sigstore_verifier(identity=account, oidc_issuer=issuer)
+        use_verifier = partial(
+            config.use_sigstore_verifier,
+            identity=account,
+            oidc_issuer=issuer,
+            trust_config=trusted.trust_config,
+        )
     else:
         raise PackageError(
             f"{path} is by the {signer}, which is not trusted; trusted_keys is {shown(trusted_keys)}"
         )
+    try:
+        use_verifier()
+    except (
+        Exception
+    ) as error:  # The library, OpenSSL, sigstore and the network have their own errors.
+        raise QsampleError(
+            f"trusted_keys is {shown(trusted_keys)}, with which no {signer.kind} can be verified "
+            f"({error_line(error)}); {_REMEDIES[signer.kind]}"
+        ) from error
     try:
         config.verify(folder, path)
     except Exception as error:  # The library, OpenSSL and sigstore have their own errors.
@@ -284,5 +318,8 @@ def _signer_in(material: Any) -> Signer:
 
 
 def error_line(error: Exception) -> str:
-    """The type and the text of an error of any library, in one line of limited length."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())!s:.200}"
+    """The type and the text of an error of any library and of its cause, in one line of limited
+    length."""
+    line = f"{type(error).__name__}: {' '.join(str(error).split())!s:.200}"
+    cause = error.__cause__
+    return f"{line}; {error_line(cause)}" if isinstance(cause, Exception) else line

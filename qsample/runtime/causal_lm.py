@@ -131,7 +131,8 @@ def load(
             again, by default 256 MiB. The images that were used longest ago are dropped first.
         verify: whether every file's sha256 is compared with the manifest first; by default True.
         trusted_keys: the keys of which one must have signed the package: PEM files of public keys
-            or of certificate authorities, folders of such files, "sigstore:ACCOUNT,ISSUER". By
+            or of certificate authorities, folders of such files, "sigstore:ACCOUNT,ISSUER" and the
+            `.json` file of a trust configuration. By
             default no signature is needed. Needs the extra `sign`; see docs/security.md.
         options: the keywords above, from ctx_len on.
 

@@ -225,3 +225,25 @@ def test_a_real_export_that_is_ended_or_killed_at_any_moment(
                 path.rmdir() if path.is_dir() else path.unlink()
             (tmp_path / "beside").rmdir()
     assert (out / MANIFEST_NAME).is_file()
+
+
+def test_a_signal_before_the_command_begins(tmp_path: Path) -> None:
+    """While the commands are imported, which takes a second."""
+    code = (
+        "import time\nfrom qsample import cli\n"
+        "def register(app):\n    print('working', flush=True)\n    time.sleep(600)\n"
+        "cli.register_commands = register\ncli.main()\n"
+    )
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "inspect", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout
+        assert process.stdout.readline() == "working\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, "Traceback" in errors) == (status, False)

@@ -225,7 +225,7 @@ def test_certificates(tmp_path: Path, term: tuple[int, int]) -> None:
 def test_sigstore_asks_for_the_account(
     signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's part needs a network; this one shows what it is asked."""
+    """What the library is asked without a trust configuration; it then needs a network."""
     folder, public = signed
     bundle: dict[str, Any] = json.loads((folder / SIGNATURE_NAME).read_text())
     bundle["verificationMaterial"] = {"certificate": {"rawBytes": "MDA="}, "tlogEntries": []}
@@ -240,7 +240,8 @@ def test_sigstore_asks_for_the_account(
     )
     with pytest.raises(PackageError, match="is not a valid signature"):
         read_package(folder, trusted_keys=["sigstore:a@b.c,https://issuer"])
-    assert asked == [{"identity": "a@b.c", "oidc_issuer": "https://issuer"}]
+    wanted = {"identity": "a@b.c", "oidc_issuer": "https://issuer", "trust_config": None}
+    assert asked == [wanted]
 
 
 @pytest.mark.usefixtures("few_readings")

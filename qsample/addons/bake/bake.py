@@ -55,6 +55,7 @@ from qsample.graph import gqa
 from qsample.graph.operators import INT8_ACTIVATIONS, is_matmul_nbits
 from qsample.package import package
 from qsample.package.disk.scratch import scratch_near
+from qsample.package.disk.source_files import SourceFiles
 from qsample.progress import Progress, Stage, Stages, metered
 from qsample.request.own_settings import with_needed
 
@@ -109,15 +110,17 @@ def bake(
     *,
     progress: Progress | None = None,
 ) -> package.Package:
-    """Bake the sampler into a decoder, and return the portable package at `out`."""
-    with metered(progress) as report:
+    """Bake the sampler into a decoder, and return the portable package at `out`. Raises QsampleError
+    if a file of the decoder changes meanwhile."""
+    with metered(progress) as report, SourceFiles() as sources:
         stages = Stages(report, _STAGE_SHARES)
         stages.begin(Stage.FINDING)
         location = locate(source.model_id, source.file, hub=source.hub)
+        sources.add(location.files.values())
         package.check_not_source(out, location.file.parent)
 
         def bake_at(location: Location) -> package.Package:
-            return _bake(source, location, out, options, stages)
+            return _bake(source, location, out, options, stages, sources)
 
         if not location.is_linked:
             return bake_at(location)
@@ -136,6 +139,7 @@ def _bake(
     out: str | Path,
     options: BakeOptions,
     stages: Stages,
+    sources: SourceFiles,
 ) -> package.Package:
     settings = read_settings(location)
     stages.begin(Stage.READING)
@@ -182,6 +186,7 @@ def _bake(
             others = options.compare(writer.directory, baked.interface, limit)
             manifest = replace(manifest, parity={**(manifest.parity or {}), **others})
         stages.begin(Stage.PUBLISHING)
+        sources.check()
         writer.finish(manifest)
     stages.finish()
     return package.read_package(out, verify=False)

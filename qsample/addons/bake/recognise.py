@@ -86,6 +86,7 @@ def load(path: Path) -> ir.Model:
     for domain, name, overload in list(model.functions):
         if domain == CONTRIB_DOMAIN and name in _OPERATORS_WITH_FUNCTIONS:
             del model.functions[domain, name, overload]
+    _check_node_count(path, sum(1 for _ in model.graph.all_nodes()), "it has")
     if model.functions:
         _inline(path, model)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -121,6 +122,12 @@ def graph_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _check_node_count(path: Path, count: int, what: str) -> None:
+    """Refuse a file with too many nodes. what: the beginning of the reason."""
+    if count > _MAX_NODES:
+        raise refusal(path, f"{what} {count} nodes, and bake reads at most {_MAX_NODES}")
+
+
 def _inline(path: Path, model: ir.Model) -> None:
     """Put the bodies of functions in place of their calls."""
     calls: dict[ir.OperatorIdentifier, Counter[ir.OperatorIdentifier]] = {}
@@ -134,10 +141,7 @@ def _inline(path: Path, model: ir.Model) -> None:
     except CycleError:
         raise refusal(path, "its functions call one another in a circle") from None
     total = sum(sizes.get(node.op_identifier(), 1) for node in model.graph.all_nodes())
-    if total > _MAX_NODES:
-        raise refusal(
-            path, f"its functions stand for {total} nodes, and bake reads at most {_MAX_NODES}"
-        )
+    _check_node_count(path, total, "its functions stand for")
     try:
         common_passes.InlinePass()(model)
     except ValueError as error:

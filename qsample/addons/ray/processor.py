@@ -276,7 +276,7 @@ class EngineActor:
 
     def _request(self, row: Row) -> RowRequest | ValueError:
         try:
-            return request_of(row, self._config.sampling_params, self._config.id_column)
+            return _checked_request(row, self._config.sampling_params, self._config.id_column)
         except ValueError as error:
             if not self._config.should_continue_on_error:
                 raise
@@ -339,6 +339,18 @@ class RowRequest(NamedTuple):
     options: dict[str, Any]
 
 
+def _checked_request(row: Row, defaults: Mapping[str, Any], id_column: str) -> RowRequest:
+    """As `request_of`. Raises ValueError for values of any other kind, too: a row is a stranger's,
+    and may not end the job of the other rows."""
+    try:
+        return request_of(row, defaults, id_column)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"a row has columns that cannot be read ({type(error).__name__}: {error!s:.200}); sampling_params is a "
+            "mapping, images a list of images, and an id what JSON can hold"
+        ) from error
+
+
 def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> RowRequest:
     """The request of a row.
 
@@ -349,6 +361,7 @@ def request_of(row: Row, defaults: Mapping[str, Any], id_column: str) -> RowRequ
 
     Raises:
         ValueError: the row has neither prompt nor messages, or neither seed nor id.
+        TypeError, OverflowError, RecursionError: a column has values of another kind.
     """
     options = {**defaults, **_plain(row.get("sampling_params") or {})}
     seed = _number(options.pop("seed", None))

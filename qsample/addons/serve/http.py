@@ -203,12 +203,9 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(400, text, param=_FIELDS_OF_ARGUMENTS.get(argument, error.argument))
         case ValueError():
             return ApiError(400, text)
-        case PackageError():
-            # Clients need not know where the package is.
-            text = "the server cannot read the model's package; its log has the details"
-            return ApiError(500, text, code="package_error")
-        case QsampleError():
+        case QsampleError() if not isinstance(error, PackageError):
             return ApiError(500, text)
+    # A PackageError is among them: clients need not know where the package is.
     text = f"the server failed: {type(error).__name__}; its log has the details"
     return ApiError(500, text, code="internal_error")
 

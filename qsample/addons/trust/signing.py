@@ -99,11 +99,16 @@ def _key_errors(folder: Path, private_key: str | Path | None) -> Iterator[None]:
         raise
     # cryptography, OpenSSL, sigstore and the network have their own errors.
     except Exception as error:
-        signer = "sigstore" if private_key is None else private_key
+        signer: str | Path = "sigstore"
+        remedy = "it needs a network and an account; connect to the network, or sign with a key"
+        if private_key is not None:
+            signer = private_key
+            remedy = (
+                f"a key is a PEM file of an elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its "
+                "password, and a certificate is the key's own, with its issuer's in the chain"
+            )
         raise PackageError(
-            f"cannot sign {folder} with {signer} ({error_line(error)}); a key is a PEM file of an "
-            f"elliptic curve (P-256, P-384, P-521), {PASSWORD_VARIABLE} has its password, and a certificate is the "
-            "key's own, with its issuer's in the chain"
+            f"cannot sign {folder} with {signer} ({error_line(error)}); {remedy}"
         ) from error
 
 

@@ -270,6 +270,8 @@ _FIELDS: Final[dict[str, dict[int, str]]] = {
 _INTEGER_FIELD: Final = "i"
 # Protobuf itself has this limit.
 _MAX_MESSAGE_DEPTH: Final = 100
+# The largest known decoders have some 30,000. A million would take minutes to read.
+_MAX_NODES: Final = 1 << 17
 
 # The values of a message by name, each as often as its field comes.
 _Message = dict[str, list[Any]]
@@ -282,7 +284,7 @@ def referenced_files(path: Path) -> set[str]:
 
     Raises:
         OSError: The file at `path` cannot be read.
-        ValueError: It is not a protobuf.
+        ValueError: It is not a protobuf, or has more than 131,072 nodes.
     """
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
@@ -300,6 +302,7 @@ class _ReferenceReader:
     def __init__(self, data: mmap.mmap) -> None:
         self.names = set[bytes]()
         self._data = data
+        self._nodes = 0
 
     def read(self, kind: str, place: range, depth: int = 0) -> _Message:
         """Read the message at a place in the file, and collect the names of files in it.
@@ -315,6 +318,9 @@ class _ReferenceReader:
         """
         if depth > _MAX_MESSAGE_DEPTH:
             raise ValueError(f"its messages are more than {_MAX_MESSAGE_DEPTH} deep")
+        self._nodes += kind == "Node"
+        if self._nodes > _MAX_NODES:
+            raise ValueError(f"it has more than {_MAX_NODES} nodes")
         message: _Message = {}
         for number, content in fields(self._data, place.start, place.stop):
             name = _FIELDS[kind].get(number)

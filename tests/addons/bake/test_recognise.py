@@ -12,8 +12,10 @@ import pytest
 
 from qsample.addons.bake import recognise as recognition
 from qsample.addons.bake.conventions import refusal
+from qsample.addons.bake.files import locate
 from qsample.addons.bake.recognise import graph_errors, load
 from qsample.errors import QsampleError, UnsupportedModelError
+from qsample.package.disk.protobuf import field
 
 IMPORTS = 'opset_import: ["": 20, "mine": 1, "com.microsoft": 1]'
 HEAD = f"<ir_version: 10, {IMPORTS}> g (float[n] x) => (float[n] y)"
@@ -81,6 +83,25 @@ def test_no_more_nodes_than_a_model_has(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(recognition, "_MAX_NODES", 4)
     with pytest.raises(UnsupportedModelError, match="for 5 nodes"):
         load(path)
+
+
+def test_no_more_nodes_than_a_model_has_without_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, f"{HEAD} {{ a = Abs(x)  b = Abs(a)  y = Abs(b) }}")
+    monkeypatch.setattr(recognition, "_MAX_NODES", 3)
+    assert len(list(load(path).graph)) == 3
+    monkeypatch.setattr(recognition, "_MAX_NODES", 2)
+    with pytest.raises(UnsupportedModelError, match="it has 3 nodes, and bake reads at most 2"):
+        load(path)
+
+
+def test_a_million_nodes_are_not_read(tmp_path: Path) -> None:
+    """A file of 12 MB. All of them took minutes."""
+    graph = field(1, field(4, b"Identity")) * 10**6
+    (tmp_path / "model.onnx").write_bytes(field(7, graph))
+    with pytest.raises(UnsupportedModelError, match="it has more than 131072 nodes"):
+        locate(tmp_path)
 
 
 def test_a_circle_of_functions(tmp_path: Path) -> None:

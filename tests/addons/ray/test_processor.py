@@ -7,6 +7,7 @@ import datetime
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,7 @@ def test_rows_choose_their_adapters(adapted: Callable[..., Path], tmp_path: Path
     assert len({tuple(tokens) for tokens in wanted}) == 3
 
 
+NESTED = reduce(lambda inner, _: [inner], range(5000), [])  # type: ignore[arg-type, return-value]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"id": 1, "prompt": PROMPT, "sampling_params": {"temperature": -1}}, "temperature is -1"),
     ({"id": 1, "prompt": PROMPT, "sampling_params": {"temprature": 1}}, "temprature"),
@@ -118,6 +120,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": PROMPT, "seed": -1}, "seed is -1"),
     ({"id": 3, "text": PROMPT}, "neither prompt nor messages"),
     ({"id": 3, "messages": []}, "neither prompt nor messages"),
+    ({"id": 3, "prompt": None}, "neither prompt nor messages"),
+    ({"id": 3, "prompt": 5}, "inputs is a int"),
+    ({"id": 3, "prompt": {"a": 1}}, "inputs is a dict"),
+    ({"id": 3, "prompt": b"x"}, "inputs is a bytes"),
+    ({"id": 3, "prompt": "x " * 5000}, "tokens and the context length"),
+    ({"id": 3, "prompt": PROMPT, "sampling_params": 5}, "sampling_params is a mapping"),
+    ({"id": 3, "prompt": PROMPT, "sampling_params": "top_k=1"}, "sampling_params is a mapping"),
+    ({"id": 3, "prompt": PROMPT, "sampling_params": {"x": NESTED}}, "columns that cannot be read"),
+    ({"id": 3, "prompt": PROMPT, "images": 5}, "columns that cannot be read"),
+    ({"id": 3, "prompt": PROMPT, "images": [[[-1]]]}, "columns that cannot be read"),
+    ({"id": {"a": 1, 2: 3}, "prompt": PROMPT}, "columns that cannot be read"),
 ]
 
 
