@@ -79,7 +79,8 @@ def test_functions_and_applications_become_commands_with_panel_and_examples(inst
     several.command("one")(first)
     several.command("two")(second)
     install(
-        single=CliCommand(first, Panel.RUN, "qsample single"), several=CliCommand(several, Panel.CACHE)
+        single=CliCommand(first, Panel.RUN, "qsample single"),
+        several=CliCommand(several, Panel.CACHE),
     )
     app = typer.Typer()
     register_commands(app)

@@ -83,6 +83,8 @@ def test_the_help_has_the_arguments_and_examples(run: Any) -> None:
     assert cli.commands()["bake"].rich_help_panel == "Build packages"
     status, out, _ = run("bake", "--help")
     assert status == 0
-    assert "qsample bake MODEL OUT" in out.translate({ord(mark): None for mark in "{}"}).replace("[OPTIONS] ", "")
+    assert "qsample bake MODEL OUT" in out.translate({ord(mark): None for mark in "{}"}).replace(
+        "[OPTIONS] ", ""
+    )
     for words in ("FOLDER|none", "short|long", "ID|FOLDER", "FILE", "qsample bake ./genai-folder"):
         assert words in out

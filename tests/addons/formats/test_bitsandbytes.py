@@ -48,7 +48,10 @@ def test_the_largest_magnitudes_of_int8_have_any_float_dtype(dtype: torch.dtype)
     ("changes", "words"),
     [
         ({"weight": torch.zeros(2, 3)}, r"weight is float32 \[2, 3\], and must be int8"),
-        ({"weight": torch.zeros(6, dtype=torch.int8)}, r"must be int8 \[1 or more, 1 or more\]: outp"),
+        (
+            {"weight": torch.zeros(6, dtype=torch.int8)},
+            r"must be int8 \[1 or more, 1 or more\]: outp",
+        ),
         ({"SCB": torch.ones(3)}, r"SCB is float32 \[3\].*\[2\]: the largest magnitude"),
         ({"SCB": torch.ones(2, dtype=torch.float64)}, "float16 or bfloat16 or float32"),
         ({"SCB": torch.tensor([1.0, torch.inf])}, "SCB holds numbers that are infinite"),
@@ -120,7 +123,9 @@ def test_double_quantization() -> None:
     assert {*nested()} <= {*Float4.parts}
     for size in (3, 10**15):  # as many as there are scales, and more
         parts = nested({"nested_blocksize": size}, weight__nested_absmax=torch.tensor([2.0]))
-        np.testing.assert_array_equal(Float4().matrix("x", parts).floats(), by_hand([6.5, 8.5, 10.5]))
+        np.testing.assert_array_equal(
+            Float4().matrix("x", parts).floats(), by_hand([6.5, 8.5, 10.5])
+        )
     one = nested({"nested_blocksize": 1}, weight__nested_absmax=torch.tensor([1.0, 2.0, 3.0]))
     np.testing.assert_array_equal(Float4().matrix("x", one).floats(), by_hand([3.5, 8.5, 15.5]))
 
