@@ -35,7 +35,9 @@ def value(foreign: ForeignGraph, name: str) -> ir.Value:
 def number_of(foreign: ForeignGraph, name: str, number: Any) -> None:
     """Give a name that nothing computes a constant."""
     tensor = ir.tensor(np.array(number, np.float32), name=name)
-    constant = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(FLOAT))
+    constant = ir.Value(
+        name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(FLOAT)
+    )
     foreign.graph.register_initializer(constant)
     for node in foreign.graph:
         for place, source in enumerate(node.inputs):
@@ -71,7 +73,9 @@ def test_quantized_caches_are_refused(slot: Slot) -> None:
     assert node is not None
     node.resize_inputs(slot + 1)
     node.replace_input_with(slot, value(foreign, "q"))
-    with pytest.raises(UnsupportedModelError, match="its cache is quantized; take the file with a float"):
+    with pytest.raises(
+        UnsupportedModelError, match="its cache is quantized; take the file with a float"
+    ):
         attention.check_attentions(foreign)
 
 
@@ -100,7 +104,9 @@ def test_windows_and_rotations(first: str, second: str, windows: list[int], rota
 
 def test_lengths_of_rows_take_the_place_of_the_files() -> None:
     node = ATTENTION.replace("past_0_value)", "past_0_value, x, x, , , input_ids, , , , , , , x)")
-    foreign = read(attending([node.replace("kv_num_heads=2", "kv_num_heads=2, sliding_window_cache=1")]))
+    foreign = read(
+        attending([node.replace("kv_num_heads=2", "kv_num_heads=2, sliding_window_cache=1")])
+    )
     found = foreign.layers[0].attention
     assert found is not None
     assert len(found.inputs) == 17
@@ -147,7 +153,11 @@ def test_norms_leave_the_operator(more: str, epsilons: tuple[float, float], pack
     reaching = [node.inputs[slot] for slot in (Slot.QUERY, Slot.KEY, Slot.VALUE)]
     query, key, values = np.random.default_rng(0).standard_normal((3, 2, 3, 16), np.float32)
     key, values = key[..., :8], values[..., :8]
-    given = {"q": np.concatenate([query, key, values], -1)} if packed else {"q": query, "k": key, "v": values}
+    given = (
+        {"q": np.concatenate([query, key, values], -1)}
+        if packed
+        else {"q": query, "k": key, "v": values}
+    )
     inner = ir.Graph([], [], nodes=[], opset_imports={"": 20, "com.microsoft": 1})
     inner.opset_imports[""] = 20
     sources = [value(foreign, name) for name in given]
@@ -155,7 +165,9 @@ def test_norms_leave_the_operator(more: str, epsilons: tuple[float, float], pack
     for each in kept:
         foreign.graph.remove(each)
     for source in sources:  # inputs of a graph of the new nodes alone
-        fed = ir.Value(name=source.name, type=ir.TensorType(FLOAT), shape=ir.Shape(["B", "S", None]))
+        fed = ir.Value(
+            name=source.name, type=ir.TensorType(FLOAT), shape=ir.Shape(["B", "S", None])
+        )
         inner.inputs.append(fed)
         for each in kept:
             for place, read_value in enumerate(each.inputs):
@@ -273,7 +285,11 @@ def test_soft_caps(scores: str, cap: str | None) -> None:
     ("scores", "name", "sink"),
     [
         ("a = Mul(p, c) s = Concat<axis=-1>(a, sinks)", "a", "sinks"),
-        ("a = Mul(p, c) b = Concat<axis=-1>(a, sinks) m = ReduceMax(b) s = Sub(b, m)", "a", "sinks"),
+        (
+            "a = Mul(p, c) b = Concat<axis=-1>(a, sinks) m = ReduceMax(b) s = Sub(b, m)",
+            "a",
+            "sinks",
+        ),
         ("a = Mul(p, c) m = ReduceMax(a) s = Sub(a, m)", "s", None),  # no sink
         ("a = Mul(p, c) b = Add(a, c) m = ReduceMax(a) s = Sub(b, m)", "s", None),
         ("a = Mul(p, c) b = Add(a, c) s = Sub(b, mask)", "s", None),
@@ -292,13 +308,31 @@ def test_sinks(scores: str, name: str, sink: str | None) -> None:
         ({"keys": "q = Neg(x) t = Exp(present_0_key)"}, "one product each"),
         ({"keys": "q = Neg(x) t = Gather(x, present_0_key)"}, "one product each"),
         ({"weights": "u = MatMul(w, present_0_value)"}, "one product each"),
-        ({"weights": "w2 = Sigmoid(w)", "factor": "w2"}, "layer 0 has no Softmax before its values"),
-        ({"scores": "a = Sigmoid(p) s = Mul(a, c)"}, "scores of layer 0 are not made of query keys"),
+        (
+            {"weights": "w2 = Sigmoid(w)", "factor": "w2"},
+            "layer 0 has no Softmax before its values",
+        ),
+        (
+            {"scores": "a = Sigmoid(p) s = Mul(a, c)"},
+            "scores of layer 0 are not made of query keys",
+        ),
         ({"scores": "s = Mul(x, c)"}, "scores of layer 0 are not made of query keys"),
-        ({"scores": "s = Concat<axis=-1>(p, c, c)"}, "not made of query keys by numbers and a mask"),
-        ({"scores": "h = Tanh(p) s = Add(h, c)"}, "scores of layer 0 pass a Tanh that is not a soft cap"),
-        ({"scores": "h = Tanh(p) i = Mul(h, d) j = Mul(h, c) s = Add(i, j)"}, "that is not a soft cap"),
-        ({"scores": "h = Tanh(p) i = Mul(h, d) j = Tanh(i) s = Mul(j, d)"}, "that is not a soft cap"),
+        (
+            {"scores": "s = Concat<axis=-1>(p, c, c)"},
+            "not made of query keys by numbers and a mask",
+        ),
+        (
+            {"scores": "h = Tanh(p) s = Add(h, c)"},
+            "scores of layer 0 pass a Tanh that is not a soft cap",
+        ),
+        (
+            {"scores": "h = Tanh(p) i = Mul(h, d) j = Mul(h, c) s = Add(i, j)"},
+            "that is not a soft cap",
+        ),
+        (
+            {"scores": "h = Tanh(p) i = Mul(h, d) j = Tanh(i) s = Mul(j, d)"},
+            "that is not a soft cap",
+        ),
     ],
 )
 def test_other_forms_are_refused(options: dict[str, str], why: str) -> None:
@@ -316,7 +350,11 @@ def by_operator(more: str = "", outputs: str = "a, present_0_key, present_0_valu
 
 @pytest.mark.parametrize(
     ("more", "cap", "heads"),
-    [("", None, None), ("<softcap=30.0>", 30.0, None), ("<q_num_heads=4, kv_num_heads=2>", None, 4)],
+    [
+        ("", None, None),
+        ("<softcap=30.0>", 30.0, None),
+        ("<q_num_heads=4, kv_num_heads=2>", None, 4),
+    ],
 )
 def test_the_operator_of_onnx(more: str, cap: float | None, heads: int | None) -> None:
     foreign = by_operator(more)
@@ -332,13 +370,20 @@ def test_the_operator_of_onnx(more: str, cap: float | None, heads: int | None) -
 
 
 def test_the_operator_of_onnx_with_scores_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="returns its scores; export it without qk_matmul"):
+    with pytest.raises(
+        UnsupportedModelError, match="returns its scores; export it without qk_matmul"
+    ):
         matched(by_operator(outputs="a, present_0_key, present_0_value, scores"))
 
 
 def test_the_operator_of_onnx_behind_a_cache_that_grows() -> None:
     foreign = read(
-        model(f"{GROWING} q = Neg(x) o = Attention(q, present_0_key, present_0_value)", PASTS, PRESENTS, opset=23)
+        model(
+            f"{GROWING} q = Neg(x) o = Attention(q, present_0_key, present_0_value)",
+            PASTS,
+            PRESENTS,
+            opset=23,
+        )
     )
     found = matched(foreign)
     assert (found.query.name, found.output.name) == ("q", "o")
@@ -354,7 +399,10 @@ HEADS, KV_HEADS, SIZE = 4, 2, 4
 
 
 def runs_of(
-    scores: Callable[[Any, Any, Any], Any], *, flat: bool = False, calls: list[tuple[int, int]] = CALLS
+    scores: Callable[[Any, Any, Any], Any],
+    *,
+    flat: bool = False,
+    calls: list[tuple[int, int]] = CALLS,
 ) -> tuple[Match, list[dict[str, Any]]]:
     """Runs whose scores [heads, S, T] follow from products, and from the positions of queries and keys."""
     foreign = read(model(GROWING, PASTS, PRESENTS))
@@ -369,7 +417,9 @@ def runs_of(
         run = {"query": query[None], "scores": found[None], "present_0_key": keys[None]}
         if flat:
             run["query"] = query.transpose(1, 0, 2).reshape(1, tokens, HEADS * SIZE)
-            run["present_0_key"] = keys.transpose(1, 0, 2).reshape(1, past + tokens, KV_HEADS * SIZE)
+            run["present_0_key"] = keys.transpose(1, 0, 2).reshape(
+                1, past + tokens, KV_HEADS * SIZE
+            )
         runs.append(run)
     made = [ir.Value(name=name) for name in ("query", "scores", "output")]
     return Match(foreign.layers[0], made[0], made[1], None, made[2], HEADS if flat else None), runs
@@ -422,14 +472,14 @@ def test_sinks_of_heads() -> None:
     match, runs = runs_of(lambda product, query, key: product)
     match = with_parts(match, sink=ir.Value(name="sink"))
     sinks = np.array([0.5, -1.0, 2.0, 3.0]).reshape(1, HEADS, 1, 1)
-    given = [
-        run | {"sink": sinks.repeat(run["query"].shape[2], 2)} for run in runs
-    ]
+    given = [run | {"sink": sinks.repeat(run["query"].shape[2], 2)} for run in runs]
     found = rule(match, given).sink
     assert found is not None
     assert found.tolist() == [0.5, -1, 2, 3]
     given[2]["sink"] = given[2]["sink"] + [[[[0]], [[0]], [[1]], [[0]]]]
-    with pytest.raises(UnsupportedModelError, match="the sink of layer 0 is not a number for each head"):
+    with pytest.raises(
+        UnsupportedModelError, match="the sink of layer 0 is not a number for each head"
+    ):
         rule(match, given)
 
 
@@ -454,7 +504,10 @@ def test_scores_of_another_form(scores: Any, why: str) -> None:
 
 
 def test_small_errors_of_arithmetic_are_no_other_form() -> None:
-    assert rule(*runs_of(lambda product, query, key: product + 0.0005 * np.sign(product))).window is None
+    assert (
+        rule(*runs_of(lambda product, query, key: product + 0.0005 * np.sign(product))).window
+        is None
+    )
     half = read(model(GROWING, *(text.replace("float[", "float16[") for text in (PASTS, PRESENTS))))
     match, runs = runs_of(lambda product, query, key: product + 0.01)
     assert attention._rule(half, match, CALLS, runs).scale == pytest.approx(1, rel=0.01)
@@ -464,7 +517,9 @@ def test_small_errors_of_arithmetic_are_no_other_form() -> None:
 def test_tensors_of_another_rank(name: str) -> None:
     match, runs = runs_of(lambda product, query, key: product)
     runs[0 if name == "query" else -1][name] = runs[0 if name == "query" else -1][name][0]
-    with pytest.raises(UnsupportedModelError, match=r"attention of layer 0 is not over \[B, heads, S, size\]"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention of layer 0 is not over \[B, heads, S, size\]"
+    ):
         rule(match, runs)
 
 
@@ -503,7 +558,12 @@ def test_the_operator_that_follows_a_rule(rule: Rule, more: dict[str, Any]) -> N
     assert (node.op_type, node.domain) == ("GroupQueryAttention", "com.microsoft")
     attributes = {name: each.value for name, each in node.attributes.items()}
     assert attributes == {"num_heads": 4, "kv_num_heads": 2, "scale": 0.5, **more}
-    assert [each.name for each in node.inputs[3:] if each] == ["past_0_key", "past_0_value", "seqlens_k", "total"]
+    assert [each.name for each in node.inputs[3:] if each] == [
+        "past_0_key",
+        "past_0_value",
+        "seqlens_k",
+        "total",
+    ]
     for source, name in zip(node.inputs[:3], ("q", "k", "v"), strict=True):
         reshape = source.producer() if source else None  # [B, heads, S, D] → [B, S, heads * D]
         transpose = reshape.inputs[0].producer() if reshape and reshape.inputs[0] else None
@@ -515,10 +575,17 @@ def test_the_operator_that_follows_a_rule(rule: Rule, more: dict[str, Any]) -> N
         (FLOAT, "[B,2,T,4]"),
         (FLOAT, "[B,2,T,4]"),
     ]
-    assert [each.name for each in foreign.graph.outputs] == ["logits", "present_0_key", "present_0_value"]
+    assert [each.name for each in foreign.graph.outputs] == [
+        "logits",
+        "present_0_key",
+        "present_0_value",
+    ]
     assert list(foreign.graph.outputs[1:]) == list(node.outputs[1:])
     assert list(made.layers[0].presents) == list(node.outputs[1:])
-    assert [each.name for each in foreign.layers[0].presents] == ["present_0_key.grown", "present_0_value.grown"]
+    assert [each.name for each in foreign.layers[0].presents] == [
+        "present_0_key.grown",
+        "present_0_value.grown",
+    ]
     back = reader.inputs[0].producer() if reader.inputs[0] else None
     assert back is not None
     assert list(back.attributes["perm"].as_ints()) == [0, 2, 1, 3]
@@ -541,4 +608,8 @@ def test_flat_tensors_stay_flat() -> None:
     _, node = put(Rule(4, 0.5, None, 0.0), matched(foreign), foreign)
     assert [each.name for each in node.inputs[:3] if each] == ["q", "k", "v"]
     assert foreign.graph[-1].op_type == "GroupQueryAttention"
-    assert next(each for each in foreign.graph if each.op_type == "Abs" and each.inputs[0] is node.outputs[0])
+    assert next(
+        each
+        for each in foreign.graph
+        if each.op_type == "Abs" and each.inputs[0] is node.outputs[0]
+    )

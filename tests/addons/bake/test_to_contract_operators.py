@@ -70,7 +70,10 @@ def test_a_norm_inside_computes_what_onnx_says() -> None:
         "{ n = RMSNormalization<epsilon=0.25> (x, w) y = Identity (n) }"
     )
     generator = np.random.default_rng(0)
-    x, w = generator.standard_normal((2, 3, 4), np.float32), generator.standard_normal(4, np.float32)
+    x, w = (
+        generator.standard_normal((2, 3, 4), np.float32),
+        generator.standard_normal(4, np.float32),
+    )
     foreign = parsed(text, 23)
     foreign.graph[0].outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     foreign.graph[0].outputs[0].shape = ir.Shape(["B", "S", 4])
@@ -87,7 +90,9 @@ def test_operators_of_other_domains_stay() -> None:
         "g (float[B,S,4] x, float[4] w) => (float[B,S,4] y) "
         "{ n = com.microsoft.RMSNormalization (x, w) y = Identity (n) }"
     )
-    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 23, "com.microsoft": 1]> {text}')
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 23, "com.microsoft": 1]> {text}'
+    )
     model = ir.from_proto(proto)
     foreign = ForeignGraph(PATH, model, (), model.graph.outputs[0], 9, ir.DataType.FLOAT)
     use_own_operators(foreign, Nodes(foreign.graph))
@@ -98,7 +103,9 @@ ROTARY = (
     "g (float[B,2,S,4] x, int64[B,S] positions, int64[B,S] others, float[9,2] cos, float[9,2] sin, "
     "float[B,S,2] c, float[B,S,2] s) => (float[B,2,S,4] y) {{ {} y = Identity (r) }}"
 )
-LOOKED_UP = "pc = Gather{0} (cos, positions) ps = Gather{1} (sin, {2}) r = RotaryEmbedding{3} (x, pc, ps)"
+LOOKED_UP = (
+    "pc = Gather{0} (cos, positions) ps = Gather{1} (sin, {2}) r = RotaryEmbedding{3} (x, pc, ps)"
+)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,9 @@ def test_rotary_embeddings_turn_as_onnx_says(interleaved: int) -> None:
     use_own_operators(foreign, Nodes(foreign.graph))
     assert attributes(node_of(foreign, "RotaryEmbedding"))["num_heads"] == 2
     set_opset(foreign)
-    np.testing.assert_allclose(by_runtime(foreign, **inputs, **unused), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        by_runtime(foreign, **inputs, **unused), wanted, rtol=1e-5, atol=1e-6
+    )
 
 
 X = "g (float[B,4] x) => (float[B,M] y)"

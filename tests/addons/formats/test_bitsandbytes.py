@@ -65,6 +65,13 @@ def test_parts_of_int8_that_do_not_fit(changes: dict[str, Any], words: str) -> N
         Int8().matrix("layer", int8_parts(**changes))
 
 
+def test_the_smallest_weight_of_float4() -> None:
+    one = torch.ones(1)
+    parts = float4_parts({"shape": [1, 1], "blocksize": 1}, weight__absmax=2 * one)
+    parts["weight"] = torch.tensor([[0xF0]], dtype=torch.uint8)
+    assert Float4().matrix("x", parts).floats().tolist() == [[2.0]]
+
+
 def test_int8_in_rows_may_say_so() -> None:
     parts = int8_parts(weight_format=torch.tensor(0, dtype=torch.uint8))
     assert Int8().matrix("layer", parts).shape == (2, 3)
