@@ -69,9 +69,7 @@ def test_every_option_reaches_the_measurement(measured: Any, run: Any) -> None:
     )
     assert run(*line.split())[0] == 0
     params = SamplingParams(temperature=0.5, top_k=3, top_p=1, min_p=0, repetition_penalty=1)
-    assert measured.calls == [
-        (rows, 5, 6, params, 7, ["adapter"], (640, 480)) for rows in (2, 1)
-    ]
+    assert measured.calls == [(rows, 5, 6, params, 7, ["adapter"], (640, 480)) for rows in (2, 1)]
 
 
 def rows_of(shown: str) -> list[list[str]]:
@@ -130,9 +128,7 @@ def test_sizes_of_images_that_are_refused(given: str) -> None:
         WorkloadOptions(image=given).image_size()
 
 
-@pytest.mark.parametrize(
-    "option", ["--batch", "--prompt-tokens", "--new-tokens", "--repetitions"]
-)
+@pytest.mark.parametrize("option", ["--batch", "--prompt-tokens", "--new-tokens", "--repetitions"])
 def test_counts_begin_with_1(option: str, measured: Any, run: Any) -> None:
     assert run("bench", "package", option, "1")[0] == 0
     status, _, err = run("bench", "package", option, "0")

@@ -34,7 +34,10 @@ def test_choices_and_needs_by_default() -> None:
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"weights": "int4"}, "--weights is for a checkpoint, and p is a package; quantize it with"),
+        (
+            {"weights": "int4"},
+            "--weights is for a checkpoint, and p is a package; quantize it with",
+        ),
         ({"preset": "speed"}, "`qsample compile p OUT --preset speed`"),
         ({"text_only": True}, "--text-only is for a checkpoint, and p is a package; export it so"),
     ],
@@ -128,7 +131,9 @@ def test_float16_and_packed_weights_need_no_advice(
 
 
 def test_trusted_keys_are_for_packages(source: Any) -> None:
-    with pytest.raises(typer.BadParameter, match="--trusted-keys is for packages, and me/m is none"):
+    with pytest.raises(
+        typer.BadParameter, match="--trusted-keys is for packages, and me/m is none"
+    ):
         open_exported("me/m", trusted_keys=["key.pem"])
     assert source.opened == []
     open_exported("me/m", trusted_keys=[])
@@ -161,7 +166,9 @@ def test_a_package_is_verified_when_it_is_opened_or_when_it_is_loaded(
 
 
 def test_a_faster_way_is_told(
-    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: Callable[..., Package],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(packages, "faster_way", lambda package: "compile it")
     open_exported(str(fake().path))
@@ -184,7 +191,9 @@ def test_a_bundle_has_a_package_for_each_provider(
     assert open_model("bundle", "cuda").package.path == fake().path  # type: ignore[union-attr]
     assert open_exported("bundle", CompileChoices(provider="cuda")).package.path == fake().path
     assert asked == [("bundle", "cuda")] * 2
-    with pytest.raises(typer.BadParameter, match="--text-only is for a checkpoint, and bundle is a"):
+    with pytest.raises(
+        typer.BadParameter, match="--text-only is for a checkpoint, and bundle is a"
+    ):
         open_model("bundle", text_only=True)
 
 
