@@ -11,7 +11,6 @@ import typer
 from qsample.cli.commands import CliCommand, Panel, installed_commands, register_commands
 from qsample.cli.help import Command
 
-
 # `qsample.cli` has a function of this name, too.
 commands = import_module("qsample.cli.commands")
 

@@ -44,7 +44,9 @@ def test_sampling(params: dict[str, Any], more: dict[str, Any], arguments: dict[
 def test_sampling_that_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="top_p is 2"):
         SamplingOptions(params={"top_p": 2.0}).arguments()
-    with pytest.raises(typer.BadParameter, match="do_sample=False chooses greedily, yet top_p=0.5"):
+    with pytest.raises(
+        typer.BadParameter, match=r"do_sample=False chooses greedily, yet top_p=0.5"
+    ):
         SamplingOptions(params={"top_p": 0.5}, greedy=True).arguments()
     with pytest.raises(ValueError, match="stop_string"):
         SamplingOptions(params={}, stop_strings=[""]).arguments()

@@ -128,10 +128,8 @@ def test_a_short_option_that_the_parser_cut(
 
 def test_commands_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = printed(capsys, UsageError("No such command 'run'."), "run", "m")
-    assert (
-        err
-        == "qsample: No such command 'run'; here it is `qsample chat MODEL` or `qsample generate MODEL -p TEXT`; see qsample --help\n"
-    )
+    names = "`qsample chat MODEL` or `qsample generate MODEL -p TEXT`"
+    assert err == f"qsample: No such command 'run'; here it is {names}; see qsample --help\n"
 
 
 def test_a_prompt_without_its_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,13 @@ import pytest
 
 from qsample.contract.interface import Features
 from qsample.models import dialects
-from qsample.models.dialects import Dialect, GenerateArguments
-from qsample.models.dialects import read_compile, read_from_pretrained, read_generate
+from qsample.models.dialects import (
+    Dialect,
+    GenerateArguments,
+    read_compile,
+    read_from_pretrained,
+    read_generate,
+)
 
 FEATURES = Features(logprobs=True)
 

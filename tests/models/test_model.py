@@ -384,7 +384,10 @@ def test_the_recipe_of_a_package_in_the_cache(
             "model": {"model": "identity"},
             "features": asdict(features),
             "provider": provider or "cpu",
-            **{"weights": None, "preset": None, "ctx_len": None, **given},
+            "weights": None,
+            "preset": None,
+            "ctx_len": None,
+            **given,
         },
         "pinned/m",
     )

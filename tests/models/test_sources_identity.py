@@ -102,7 +102,7 @@ def test_a_checkpoint_has_all_of_its_request(tmp_path: Path) -> None:
     assert found.notice is None
     assert found.kind == "checkpoint"
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(QsampleError, match="has a config.json and no weights"):
+    with pytest.raises(QsampleError, match=r"has a config\.json and no weights"):
         find_source(SourceRequest(name=str(tmp_path)))
 
 

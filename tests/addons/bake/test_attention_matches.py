@@ -1,4 +1,4 @@
-"""Graphs of a few nodes: the attention that is found in them, the rule that its numbers follow, and what replaces it."""
+"""Graphs of a few nodes: the attention in them, the rule that its numbers follow, and what replaces it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qsample.addons.bake.recognise import recognise
 from qsample.addons.bake.rows import Nodes, Rows
 from qsample.errors import UnsupportedModelError
 from qsample.graph.gqa import Slot
-from tests.helpers.small_decoders import ATTENTION, GQA, attending, model
 from tests.addons.bake.test_recognise_layers import GROWING, PASTS, PATH, PRESENTS
+from tests.helpers.small_decoders import ATTENTION, GQA, attending, model
 
 FLOAT = ir.DataType.FLOAT
 

@@ -42,7 +42,11 @@ def test_the_inputs_of_calls() -> None:
         "write_indices",
         "nonpad_kv_seqlen",
     }
-    assert (conventions.LOGITS, conventions.OLDEST_OPSET, conventions.NEWEST_OPSET) == ("logits", 14, 24)
+    assert (conventions.LOGITS, conventions.OLDEST_OPSET, conventions.NEWEST_OPSET) == (
+        "logits",
+        14,
+        24,
+    )
 
 
 @pytest.mark.parametrize(

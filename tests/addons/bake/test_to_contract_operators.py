@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx.parser
 import onnx.reference
 import onnx_ir as ir

@@ -233,7 +233,7 @@ def test_schemes_with_what_is_left_out(weights: dict[str, Any], scheme: Scheme) 
     ],
 )
 def test_schemes_that_are_refused(weights: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="me/m is quantized .* g has weights of "):
+    with pytest.raises(UnsupportedModelError, match=r"me/m is quantized .* g has weights of "):
         read_options(options(weights), "me/m")
 
 

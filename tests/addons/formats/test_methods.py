@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import CLIPConfig, LlamaConfig
@@ -87,12 +87,12 @@ def test_a_model_of_several_parts_in_the_layout_of_mlx_is_refused() -> None:
         MLX.format_of({"bits": 4}, CLIPConfig(), "me/m")
 
     class Hearing(LlamaConfig):
-        sub_configs = {"audio_config": LlamaConfig, "text_config": LlamaConfig}
+        sub_configs: ClassVar = {"audio_config": LlamaConfig, "text_config": LlamaConfig}
 
     with pytest.raises(UnsupportedModelError, match="mlx's layout"):
         MLX.format_of({"bits": 4}, Hearing(), "me/m")
 
     class Text(LlamaConfig):
-        sub_configs = {"text_config": LlamaConfig}
+        sub_configs: ClassVar = {"text_config": LlamaConfig}
 
     assert MLX.format_of({"bits": 4}, Text(), "me/m").mark == "scales"

@@ -21,11 +21,18 @@ def stream(levels: Any, bits: int) -> torch.Tensor:
     return torch.from_numpy(octets.view("<u4").copy())
 
 
-def affine(bits: int = 4, group_size: int = 32, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def affine(
+    bits: int = 4, group_size: int = 32, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     levels = np.arange(3 * 64).reshape(3, 64) * 5 % 2**bits
     groups = 64 // group_size
     numbers = torch.arange(1.0, 1 + 3 * groups).reshape(3, groups).to(dtype)
-    return {"weight": stream(levels, bits), "scales": numbers, "biases": -2 * numbers, "levels": levels}
+    return {
+        "weight": stream(levels, bits),
+        "scales": numbers,
+        "biases": -2 * numbers,
+        "levels": levels,
+    }
 
 
 def layout(mode: str, bits: int, group_size: int, **layers: LayerOptions) -> Mlx:
@@ -68,7 +75,9 @@ def test_a_layer_may_have_options_of_its_own() -> None:
 def test_floats_of_4_bits(mode: str, group_size: int, codes: list[int], steps: list[float]) -> None:
     levels = np.arange(3 * 64).reshape(3, 64) * 5 % 16
     scales = torch.tensor(codes, dtype=torch.uint8).reshape(3, -1)
-    matrix = layout(mode, 4, group_size).matrix("layer", {"weight": stream(levels, 4), "scales": scales})
+    matrix = layout(mode, 4, group_size).matrix(
+        "layer", {"weight": stream(levels, 4), "scales": scales}
+    )
     assert (matrix.layer, matrix.shape) == ("layer", (3, 64))
     each = np.array(steps).reshape(3, -1).repeat(group_size, 1)
     np.testing.assert_array_equal(matrix.floats(), E2M1[levels] * each)
@@ -111,7 +120,9 @@ BYTES = torch.zeros(3, 2, dtype=torch.uint8)
         (("nvfp4", 4, 32), changed(scales=BYTES + 0x7F), "its scales or biases hold numbers"),
     ],
 )  # fmt: skip
-def test_parts_that_do_not_fit(mode: tuple[str, int, int], parts: dict[str, Any], words: str) -> None:
+def test_parts_that_do_not_fit(
+    mode: tuple[str, int, int], parts: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         layout(*mode).matrix("layer", parts)
 
@@ -132,7 +143,9 @@ def test_options_that_are_left_out(given: dict[str, Any], wanted: tuple[str, int
 
 def test_modes_of_other_sizes() -> None:
     for given in ({"mode": "nvfp4", "group_size": 32}, {"mode": "mxfp8", "bits": 4}, {"bits": 4.0}):
-        with pytest.raises(UnsupportedModelError, match="me/m is quantized with mlx in a form that"):
+        with pytest.raises(
+            UnsupportedModelError, match="me/m is quantized with mlx in a form that"
+        ):
             read_options(given, "me/m")
 
 

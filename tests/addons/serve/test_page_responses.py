@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import re
+from pathlib import Path
 
 import pytest
 from starlette.exceptions import HTTPException
@@ -54,7 +55,7 @@ def test_every_script_that_the_page_imports_is_served() -> None:
         response = get_script(waiting.pop())
         assert response.media_type == "text/javascript"
         assert response.headers["cache-control"] == "no-cache"
-        text = open(response.path, encoding="utf-8").read()
+        text = Path(response.path).read_text(encoding="utf-8")
         assert text
         inner = set(re.findall(r'from "\./([\w.-]+)"', text)) - names
         names |= inner

@@ -156,7 +156,7 @@ def test_downloaded_files_are_preferred_to_the_hubs(
     assert find_gguf("me/m-gguf", None, HUB) == GgufLocation("me/m-gguf", "deep/m.gguf")
     assert asked == [("me/m-gguf", True, "secret")]
     (tmp_path / "deep" / "m.gguf").unlink()
-    with pytest.raises(QsampleError, match="has no whole model of GGUF, but no .gguf file; give"):
+    with pytest.raises(QsampleError, match=r"has no whole model of GGUF, but no \.gguf file; give"):
         find_gguf("me/m-gguf", None, HubOptions(local_files_only=True))
     asked.clear()
     with pytest.raises(
