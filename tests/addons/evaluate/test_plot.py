@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qsample.addons.evaluate import Comparison, Estimate, Evaluation, PackageQuality
 from qsample.addons.evaluate import plot as plots
+from qsample.addons.evaluate.differences import Differences, Verification
 from qsample.errors import QsampleError
 
 
@@ -61,3 +63,67 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(QsampleError, match=r"\[plot\]"):
         plots.draw(evaluation(), tmp_path / "plot.png")
+
+
+def drawn_by(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would be saved."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    return figures
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_points_are_at_the_sizes_and_have_their_intervals(
+    timed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = drawn_by(monkeypatch)
+    plots.draw(evaluation(timed=timed, kl=0.5), tmp_path / "plot.svg")
+    (figure,) = figures
+    axes = figure.axes
+    assert len(axes) == (2 if timed else 1)
+    assert figure.get_size_inches().tolist() == [12 if timed else 7.5, 4.8]
+    assert [one.get_xlabel() for one in axes] == [
+        "size, MB",
+        *["decode step of one row, ms"] * timed,
+    ]
+    assert axes[0].get_ylabel() == "KL divergence from plain, nats a token"
+    assert {one.get_yscale() for one in axes} == {"log"}
+    places = [container.lines[0].get_xydata().tolist() for container in axes[0].containers]
+    assert places == [[[0.01, 0.5]], [[100.0, 0.5]]]
+    (bars,) = axes[0].containers[0].lines[2]
+    assert bars.get_segments()[0][:, 1].tolist() == pytest.approx([0.45, 0.55])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["small-4", "small-8"]
+    assert figure.get_suptitle() == "100 tokens; 95 % intervals by block bootstrap"
+    if timed:
+        steps = [container.lines[0].get_xdata().tolist() for container in axes[1].containers]
+        assert steps == [[3.5], [3.5]]
+
+
+def test_a_value_of_0_has_no_logarithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = drawn_by(monkeypatch)
+    plots.draw(evaluation(kl=0.0), tmp_path / "plot.svg")
+    plots.draw(evaluation(compared=False), tmp_path / "plot.svg")
+    assert [figure.axes[0].get_yscale() for figure in figures] == ["linear", "log"]
+    assert figures[1].axes[0].get_ylabel() == "perplexity"
+
+
+def test_the_quantiles_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = drawn_by(monkeypatch)
+    found = Differences(0.0123, 0.456, 1.0, 0.99, tuple(number / 100 for number in range(101)))
+    forms = {"sequential": found, "batched": None, "captured": found}
+    verification = Verification("out/small", "out/plain", 50, 7, forms, 9, "", "")
+    with pytest.raises(ValueError, match="plot is"):
+        plots.draw_differences(verification, tmp_path / "plot.pdf")
+    plots.draw_differences(verification, tmp_path / "plot.svg")
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines] == [
+        "sequential: mean 0.012, p99 0.46",
+        "captured: mean 0.012, p99 0.46",
+    ]
+    assert axes.lines[0].get_xydata().tolist() == [[number, number / 100] for number in range(101)]
+    assert (axes.get_yscale(), figure.get_suptitle()) == ("symlog", "small")
+    assert axes.get_xlabel() == "of 50 x 7 log-probabilities, percent"
+    assert axes.get_ylabel() == "difference from plain up to, nats"
+    assert axes.get_legend() is not None
+    assert figure.get_size_inches().tolist() == [7.5, 4.8]

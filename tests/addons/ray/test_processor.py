@@ -315,12 +315,6 @@ def test_seeds_follow_from_ids() -> None:
     assert seed_of({"key": 1}, "key") == seed_of({"id": 1}, "id")
 
 
-def test_replicas_are_counted_or_scaled(bundled_package: Path) -> None:
-    settings = ServeSettings(models={"tiny": str(bundled_package)})
-    with pytest.raises(ValueError, match="num_replicas is 2 and autoscaling_config"):
-        serve_app(settings, num_replicas=2, autoscaling_config={"max_replicas": 2})
-
-
 def test_a_replica_whose_engine_has_ended_is_not_healthy(bundled_package: Path) -> None:
     pytest.importorskip("ray")
     settings = ServeSettings(models={"tiny": str(bundled_package)})
