@@ -158,8 +158,9 @@ def test_a_lookup_has_four_bits_unless_it_says_so() -> None:
 def test_a_lookup_of_matrices(
     dtype: type, shape: tuple[int, ...], attributes: str, has_matrices: bool
 ) -> None:
+    sizes = ",".join(map(str, shape))
     model = small_graph(
-        f"g (int64[B] ids, float[{','.join(map(str, shape))}] w) => (float[B] y) {{ y = Gather {attributes} (w, ids) }}",
+        f"g (int64[B] ids, float[{sizes}] w) => (float[B] y) {{ y = Gather {attributes} (w, ids) }}",
         constants={"w": np.zeros(shape, dtype)},
     )
     weights = model.graph.initializers["w"]
