@@ -144,6 +144,9 @@ def test_only_the_parts_of_the_range_are_read() -> None:
         for number, array in enumerate(arrays)
     ]
     joined = JoinedTensor(parts, 0, (6, 3), "joined")
+    assert np.shares_memory(read(joined, slice(2, 3)), parts[1].numpy()), (
+        "a part alone is not copied"
+    )
     for index, of_parts in (
         (slice(0, 2), {0}),
         (slice(2, 4), {1}),

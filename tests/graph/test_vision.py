@@ -147,6 +147,12 @@ ROWS = np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
         (ROWS, ROWS + np.array([0.0, 0.5]), 0.5),
         (ROWS, ROWS[[0, 1, 2, 0, 1]], 0.0),  # of another, with the nearest
         (ROWS[[2, 0, 1, 1]], ROWS, 0.0),
+        (-ROWS[[2, 0, 1, 1]], -ROWS, 0.0),
+        (
+            np.array([[1.0, 0.0], [-5.0, -5.0]]),
+            np.array([[1.0, 0.0], [-5.0, -5.0], [1.0, 0.0]]),
+            0.0,
+        ),
         (ROWS, ROWS[:2], 3.0),  # (3, 3) is 3 from (0, 2), of which nobody else is far
         (ROWS[:2], ROWS, 3.0),
         (ROWS[:, :0], ROWS[:, :0], 0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -157,6 +158,91 @@ def test_the_levels_are_the_same_however_the_work_is_cut(
     # Levels and scales of the three; and the last input, call by call, if memory has no room for it.
     left_over = 0 if bytes_in_memory else len(list(walk_module._calls(sequences, None)))
     assert len(list(tmp_path.iterdir())) == 6 + left_over
+
+
+@pytest.mark.parametrize(
+    ("weights_per_fit", "outputs"),
+    [
+        (1 << 24, [32, 16, 8]),
+        (64 * 12, [12, 12, 8, 12, 4, 8]),  # 12 outputs of 64 inputs, 24 of 32
+        (1, [1] * 56),  # an output is never cut
+    ],
+)
+def test_outputs_are_fitted_together_as_far_as_there_is_room(
+    weights_per_fit: int, outputs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk_module, "_WEIGHTS_PER_FIT", weights_per_fit)
+    fitted_outputs: list[int] = []
+
+    def noting(weight: Array, *given: Any) -> Any:
+        fitted_outputs.append(weight.shape[1])
+        return gptq(weight, *given)
+
+    monkeypatch.setattr(walk_module, "gptq", noting)
+    model, wanted, _ = forked()
+    calibrated_levels(model, wanted, Calibration([np.arange(20)], {}, (), tmp_path))
+    assert fitted_outputs == outputs
+
+
+STATEFUL = """
+g (int64[B,S] input_ids, int32[B] input_lengths, float[B,T] past, float[B,S] image_rows_unread, int32[B,S] image_rows,
+    float[50,64] table, float[64,32] first, float[32,8] second, int64[1] one) => (float[B,S,8] y, float[B,T] present) {
+    x = Gather (table, input_ids)
+    hidden = MatMul (x, first)
+    sums = ReduceSum <keepdims = 0> (hidden, one)
+    mean = ReduceMean <keepdims = 0> (sums, one)
+    column = Unsqueeze (mean, one)
+    present = Add (past, column)
+    width = ReduceMax <keepdims = 1> (present, one)
+    images = Cast <to = 1> (image_rows)
+    off = ReduceMax <keepdims = 1> (images, one)
+    more = Add (width, off)
+    rows = Unsqueeze (more, one)
+    mixed = Add (hidden, rows)
+    y = MatMul (mixed, second)
+}"""
+
+
+def test_states_are_empty_at_the_start_and_other_inputs_are_off(tmp_path: Path) -> None:
+    """A cache has the sizes of the axes; `image_rows` says that no token is an image's."""
+    arrays = {
+        "table": normal(50, 64),
+        "first": normal(64, 32, seed=1),
+        "second": normal(32, 8, seed=2),
+    }
+    model = small_graph(
+        STATEFUL,
+        {
+            "x": ["B", "S", 64],
+            "hidden": ["B", "S", 32],
+            "mixed": ["B", "S", 32],
+            "present": ["B", "T"],
+            "width": ["B", 1],
+        },
+        constants={**arrays, "one": np.array([1])},
+    )
+    model.graph.inputs[2].name, model.graph.outputs[1].name = (
+        "past_key_values.0.key",
+        "present.0.key",
+    )
+    nodes = {node.outputs[0].name: node for node in model.graph}
+    constants = model.graph.initializers
+    wanted = [
+        Wanted(constants["first"], nodes["hidden"], False, WAY),
+        Wanted(constants["second"], nodes["y"], False, WAY),
+    ]
+    sequences = [np.arange(9), np.arange(20, 29)]
+    found = calibrated_levels(
+        model, wanted, Calibration(sequences, {"T": 5}, ["past_key_values.0.key"], tmp_path)
+    )
+    x = arrays["table"][np.stack(sequences)].astype(np.float64)
+    flat = x.reshape(-1, 64)
+    first = fitted(arrays["first"], flat.T @ flat, WAY)
+    hidden = x @ weights_of(first)
+    mixed = hidden + hidden.sum(1).mean(-1)[:, None, None] - 1  # -1 is no image
+    flat = mixed.reshape(-1, 32)
+    assert same(found[constants["first"]], first)
+    assert same(found[constants["second"]], fitted(arrays["second"], flat.T @ flat, WAY))
 
 
 def test_zero_points_and_the_shape_of_a_matrix(tmp_path: Path) -> None:
