@@ -104,7 +104,7 @@ def test_a_buffered_layer_writes_into_its_buffers() -> None:
 
     context.input_lengths = torch.tensor([3], dtype=torch.int32)
     context.positions = torch.tensor([[1, 2, 3]])
-    buffers = torch.full((1, 1, 5, 4), 9.0), torch.full((1, 1, 5, 2), 8.0)
+    buffers = torch.full((1, 1, 5, 4), 9.0), torch.full((1, 1, 5, 4), 8.0)
     context.past = {0: buffers, 1: buffers}
     assert [layer.get_mask_sizes(3) for layer in cache.layers] == [(5, 0)]
     keys, values = cache.update(key, -key, 0)
