@@ -125,10 +125,11 @@ def _figures(x: Array, y: Array, tokens: Array) -> tuple[Array, Array, Array]:
     of_x = softmax(x)
     of_y = softmax(y)
     normalizers = (of_x.normalizer - of_y.normalizer)[:, 0]
-    with np.errstate(invalid="ignore"):  # 0 * -inf, which `where` leaves out
-        difference = np.where(of_x.p > 0, of_x.p * (x - y), 0).sum(-1, dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # -inf less -inf, and 0 * -inf, which `where` leaves out
+        away = x - y
+        difference = np.where(of_x.p > 0, of_x.p * away, 0).sum(-1, dtype=np.float64)
     kl = np.maximum(difference - normalizers, 0)  # rounding may end below 0
-    ratio = np.take_along_axis(x - y, tokens, -1)[:, 0] - normalizers
+    ratio = np.take_along_axis(away, tokens, -1)[:, 0] - normalizers
     return kl, x.argmax(-1) == y.argmax(-1), ratio
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -105,8 +105,13 @@ def eager_logits(model: PreTrainedModel, rows: list[list[int]]) -> list[Array]:
 
 def _windows(config: Any) -> list[int]:
     """The sizes of the attention windows that `config` states, in order."""
-    stated = {getattr(config, name, None) for name in _WINDOW_SETTINGS}
-    return sorted(int(size) for size in stated if isinstance(size, int) and size > 0)
+    stated = (getattr(config, name, None) for name in _WINDOW_SETTINGS)
+    return sorted({size for size in stated if _is_size(size)})
+
+
+def _is_size(setting: Any) -> TypeGuard[int]:
+    """Whether a setting is a window's size; some models state a list of them, or nothing."""
+    return isinstance(setting, int) and setting > 0
 
 
 def _narrowed(
@@ -129,10 +134,10 @@ def _with_windows(model: PreTrainedModel, windows: Mapping[int, int]) -> Iterato
     are made with the configuration's; some modules keep a copy."""
     owners = [model.config.get_text_config(decoder=True), *model.modules()]
     found = [
-        (owner, name, vars(owner)[name])
+        (owner, name, size)
         for owner in owners
         for name in _WINDOW_SETTINGS
-        if vars(owner).get(name) in windows
+        if _is_size(size := vars(owner).get(name)) and size in windows
     ]
     try:
         for owner, name, window in found:

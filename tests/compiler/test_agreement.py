@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -17,6 +19,8 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.passes import several_tokens
 from qsample.compiler.pipeline import graph_pass
 from qsample.compiler.targets import cpu
+from qsample.compiler.trial import Call
+from qsample.contract.interface import Features, ImageShape, Interface, KeyValueShape
 from qsample.errors import CompileError
 from qsample.graph.edit import insert
 from qsample.ort.bound_graph import Replays
@@ -185,3 +189,198 @@ def test_guesses_change_nothing_unless_the_attention_counts_wrong(
     monkeypatch.setattr(several_tokens, "SEQLENS_K", several_tokens.STEP_LENGTHS)
     with pytest.raises(CompileError, match="self-test failed"):
         compile_package(small, tmp_path / "wrong", options)
+
+
+INTERFACE = Interface(50, (KeyValueShape(1, 8),))
+
+
+def plan_of(interface: Interface = INTERFACE, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "source": SimpleNamespace(interface=interface, path=Path("/portable")),
+        "interface": interface,
+        "batch_size": None,
+        "ctx_len": 32,
+        "dtype": "float32",
+        "options": SimpleNamespace(weights=None),
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(None, 4), (1, 1), (3, 3), (4, 4), (9, 4)])
+def test_rows_of_a_batch(batch_size: int | None, rows: int) -> None:
+    assert agreement._rows_per_batch(plan_of(batch_size=batch_size)) == rows
+
+
+def test_every_second_row_is_sampled_with_a_little_of_everything() -> None:
+    found = agreement._parameters(plan_of(), range(3))
+    off = {spec.name: spec.off for spec in INTERFACE.parameters}
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "temperature": [0.0, 0.9, 0.0],
+        "top_k": [off["top_k"], 40, off["top_k"]],
+        "top_p": [off["top_p"], 0.95, off["top_p"]],
+        "min_p": [off["min_p"], 0.02, off["min_p"]],
+        "repetition_penalty": [off["repetition_penalty"], 1.1, off["repetition_penalty"]],
+        "presence_penalty": [off["presence_penalty"], 0.1, off["presence_penalty"]],
+        "frequency_penalty": [off["frequency_penalty"], 0.1, off["frequency_penalty"]],
+    }
+    single = agreement._parameters(plan_of(), [1])
+    assert single["top_k"].tolist() == [40]
+
+
+@pytest.mark.parametrize(
+    ("width", "call", "rows", "expected"),
+    [
+        (3, 0, range(4), [[0, 1, -1], [1, -1, -1], [-1] * 3, [-1] * 3]),
+        (1, 0, range(4), [[0], [0], [-1], [-1]]),
+        (3, 2, range(4), [[-1]] * 4),  # later calls are of a token, of text
+        (3, 0, [1], [[1, -1, -1]]),
+    ],
+)
+@pytest.mark.parametrize("axial", [False, True])
+def test_images_of_the_first_call(
+    axial: bool, width: int, call: int, rows: Any, expected: list[list[int]]
+) -> None:
+    interface = replace(INTERFACE, image=ImageShape(6, axial=axial))
+    inputs = agreement._images(plan_of(interface), rows, width, call)
+    assert inputs["image_rows"].tolist() == expected
+    assert inputs["image_rows"].dtype == np.int32
+    features = inputs["image_features"]
+    assert (features.shape, features.dtype) == ((min(width, 2), 6), np.float32)
+    again = agreement._images(plan_of(interface), rows, width, call + 1)
+    np.testing.assert_array_equal(again["image_features"], features)
+    assert ("position_offsets" in inputs) == axial
+    if axial:
+        offsets = inputs["position_offsets"]
+        assert offsets.shape == (*np.shape(expected), 3)
+        assert set(offsets.reshape(-1).tolist()) <= {0, 1, 2}
+    assert agreement._images(plan_of(), rows, width, call) == {}
+
+
+def call_of(*logits: float) -> Call:
+    return Call(np.zeros((1, 1)), np.ones(1), np.zeros(1), np.array([logits]))
+
+
+def test_logits_that_are_numbers() -> None:
+    """-inf are masks, if one token is not masked; the message counts calls over all texts."""
+    fine, masked, none = call_of(1, 2), call_of(-np.inf, 2), call_of()
+    agreement._check_numbers([[fine, masked], [none._replace(logits=np.empty(0))]], "portable")
+    for wrong in ((np.nan, 1), (np.inf, 1), (-np.inf, -np.inf)):
+        with pytest.raises(
+            CompileError, match="the compiled graph's logits in call 2 are not numbers"
+        ):
+            agreement._check_numbers([[fine, masked], [call_of(*wrong)]], "compiled")
+
+
+def test_how_far_logits_may_differ() -> None:
+    """A thousandth of the largest, at least of 1; of calls that have logits."""
+    none = call_of()._replace(logits=np.empty(0))
+    agreement._compare_logits([[none]], [[call_of(1, 2)]])
+    for got, wanted, passes in (
+        ((0.5, 0.0), (0.5, 0.0009), True),
+        ((0.5, 0.0), (0.5, 0.0011), False),
+        ((8.0, 0.0), (8.0, 0.0079), True),
+        ((8.0, 0.0), (8.0, 0.0081), False),
+        ((8.0, -np.inf), (8.0, -np.inf), True),
+    ):
+        texts = [[call_of(1, 1), none], [call_of(*got)]]
+        others = [[call_of(1, 1), call_of(9, 9)], [call_of(*wanted)]]
+        if passes:
+            agreement._compare_logits(texts, others)
+        else:
+            with pytest.raises(CompileError, match="logits differ from the portable graph's by"):
+                agreement._compare_logits(texts, others)
+
+
+def test_without_a_sampler_the_largest_logit_counts() -> None:
+    found = agreement._sampled([call_of(1, 5, 2), call_of(7, 5, 2)], plan_of(), None, [0])
+    assert [tokens.tolist() for tokens in found] == [[1], [0]]
+
+
+@pytest.mark.parametrize(("weights", "named"), [(None, "bfloat16"), ("int4", "int4")])
+def test_a_difference_of_several_tokens_names_the_weights(weights: str | None, named: str) -> None:
+    plan = plan_of(dtype="bfloat16", options=SimpleNamespace(weights=weights))
+    agreement._compare(plan, "logits of row 1", np.array([1.0, 2.0]), [1.0, 2.0])
+    with pytest.raises(
+        CompileError, match=f"the logits of row 1 differ .* kernels for {named} weights round"
+    ):
+        agreement._compare(plan, "logits of row 1", np.array([1.0]), np.array([1.0 + 1e-12]))
+
+
+class Bound:
+    """The stepper of a package whose graph reads an id and a temperature, and returns the id."""
+
+    def __init__(self, sessions: Any, rows: int, capacity: int, **options: Any) -> None:
+        self.made = (sessions, rows, capacity, options)
+        self.specs = [
+            SimpleNamespace(name=name)
+            for name in (
+                "input_ids",
+                "lengths",
+                "temperature",
+                "top_k",
+                "emit",
+                "searched_rows",
+                "noise",
+            )
+        ]
+        self.outputs = ["next_ids"]
+        self.written: dict[str, Any] = {}
+        self.events: list[str] = []
+
+    def write(self, name: str, value: Any) -> None:
+        self.written[name] = np.array(value).tolist()
+
+    def reset(self) -> None:
+        self.events.append("reset")
+
+    def run(self) -> None:
+        self.events.append("run")
+
+    def advance(self) -> None:
+        self.events.append("advance")
+
+    def read(self, name: str) -> Any:
+        return (name, self.written["input_ids"])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("sampler", [False, True])
+def test_a_published_package_is_driven_like_a_graph(
+    sampler: bool, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph may not keep the lengths, if it has no sampler; runs after the first are replays."""
+    opened: list[Any] = []
+    sessions = SimpleNamespace(replays="some" if captured else None)
+    monkeypatch.setattr(agreement, "Stepper", Bound)
+    monkeypatch.setattr(
+        agreement, "open_sessions", lambda package, logits: opened.append(logits) or sessions
+    )
+    interface = replace(INTERFACE, features=Features(sampler=sampler))
+    package: Any = SimpleNamespace(
+        interface=interface,
+        manifest=SimpleNamespace(compilation=SimpleNamespace(ctx_len=12)),
+    )
+    published = agreement.Published(package, 2, logits=True)
+    stepper: Any = published._stepper
+    assert opened == [True]
+    assert stepper.made == (sessions, 2, 12, {"captured": True, "logits": True})
+    state = published.start(2)
+    assert state["lengths"].tolist() == [0, 0]
+    assert state["lengths"].dtype == np.int32
+    assert (stepper.written["emit"], stepper.written["searched_rows"]) == (True, [0, 1])
+    assert np.shape(stepper.written["noise"]) == (2, 12)
+    assert stepper.written["noise"][0] != stepper.written["noise"][1], "of a seed each"
+    assert published.replays == 0
+    ones = np.ones(2, np.int64)
+    for number in range(3):
+        ids = np.array([[number], [number + 10]])
+        results = published.step(ids, ones, state, {"top_k": [4, 5]} if number else None)
+        assert results == {"next_ids": ("next_ids", [[number], [number + 10]])}
+        assert state["lengths"].tolist() == [number + 1] * 2
+        assert stepper.written["temperature"] == 0.0
+        assert stepper.written.get("lengths") == (None if sampler else [number] * 2)
+    assert stepper.written["top_k"] == [4, 5]
+    assert stepper.events == ["reset", *["run", "advance"] * 3]
+    assert published.replays == (2 if captured else 0)
+    published.step(ids, ones, state, {"temperature": [0.5, 0.5]})
+    assert stepper.written["temperature"] == [0.5, 0.5]

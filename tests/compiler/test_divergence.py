@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,3 +160,124 @@ def test_weights_that_float16_cannot_hold_are_refused(llama_package: Path, tmp_p
     with pytest.raises(CompileError, match="float16 weights change the model too much: KL nan"):
         compile_package(replace(package, path=source), tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
+
+
+SURE = np.log(np.array([[0.5, 0.25, 0.25]], np.float32))
+OTHER = np.log(np.array([[0.25, 0.5, 0.25]], np.float32))
+
+
+def test_figures_of_a_token() -> None:
+    """By hand: the divergence of (1/4, 1/2, 1/4) from (1/2, 1/4, 1/4); logits are no probabilities yet."""
+    for shift in (0.0, 7.0):
+        kl, same, ratio = divergence._figures(SURE + shift, OTHER, np.array([[0]]))
+        np.testing.assert_allclose(kl, [0.25 * np.log(2)], atol=1e-6)
+        assert same.tolist() == [False]
+        np.testing.assert_allclose(ratio, [np.log(2)], atol=1e-6)
+    _, same, ratio = divergence._figures(SURE, OTHER, np.array([[1]]))
+    np.testing.assert_allclose(ratio, [-np.log(2)], atol=1e-6)
+    kl, same, ratio = divergence._figures(SURE, SURE - 1, np.array([[2]]))
+    assert kl[0] >= 0
+    np.testing.assert_allclose([kl[0], ratio[0]], 0, atol=1e-6)
+    assert same.tolist() == [True]
+    masked = np.array([[0.0, -np.inf, 0.0]], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kl, _, _ = divergence._figures(masked, masked, np.array([[0]]))
+    assert kl.tolist() == [0.0], "what both mask does not differ, and is no cause to warn"
+
+
+def own_text(rows: int, opening: int, tokens: int) -> Any:
+    """A text of those sizes, whose logits are sure; the last row's second token is the host's."""
+    scored = [np.ones(rows, bool) for _ in range(tokens)]
+    scored[1][-1] = False
+    return SimpleNamespace(
+        opening=SimpleNamespace(text="documents"),
+        prompt=np.arange(rows * opening).reshape(rows, opening),
+        ids=[np.full((rows, 1), number % 3) for number in range(tokens)],
+        scored=scored,
+        logits=[np.repeat(SURE, rows, 0)] * tokens,
+    )
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_text_is_read_token_by_token(at_once: bool) -> None:
+    """The opening in one call, or as the rest; the last token is not read. Only the rows of the part are."""
+    text = own_text(rows=4, opening=3, tokens=3)
+    calls: list[Any] = []
+
+    def step(ids: Any, lengths: Any) -> dict[str, Any]:
+        calls.append((ids.tolist(), lengths.tolist()))
+        return {"logits": np.repeat(OTHER, len(ids), 0)}
+
+    places = list(divergence._read(step, text, slice(2, 4), at_once=at_once))
+    opening = (
+        [([[6, 7, 8], [9, 10, 11]], [3, 3])]
+        if at_once
+        else [([[6 + n], [9 + n]], [1, 1]) for n in range(3)]
+    )
+    assert calls == [*opening, ([[0], [0]], [1, 1]), ([[1], [1]], [1, 1])]
+    assert [place.row for place in places] == [2, 3, 2, 2, 3]
+    assert [round(place.ratio / float(np.log(2))) for place in places] == [1, 1, -1, 0, 0]
+    assert not any(place.same for place in places)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "expected"),
+    [(None, 1, [0.4, 0.8, 1.0]), (16, 2, [0.4, 0.8, 0.9, 1.0])],
+)
+def test_what_reads_and_how_far_it_is(
+    rows: int | None, parts: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of the folder, in the kernels' own layout; or what the caller makes, a token a call."""
+    text, made, read = own_text(32, 2, 2), list[Any](), list[Any]()
+
+    def written(source: Any, capacity: int, progress: Any) -> Any:
+        assert capacity == 24
+        progress(0.5)
+        progress(1.0)
+        return text
+
+    class Runner:
+        def __init__(self, *given: Any) -> None:
+            made.append(given)
+
+        def start(self, rows: int) -> int:
+            return rows
+
+        def step(self, ids: Any, lengths: Any, state: int) -> dict[str, Any]:
+            assert state == len(ids)
+            read.append(ids.shape[1])
+            return {"logits": np.repeat(SURE, len(ids), 0)}
+
+    nibbles: list[Any] = []
+    monkeypatch.setattr(divergence, "_written", written)
+    monkeypatch.setattr(divergence, "GraphRunner", Runner)
+    monkeypatch.setattr(divergence, "logits_of", lambda folder, interface: (folder, interface))
+    monkeypatch.setattr(divergence, "in_nibbles", nibbles.append)
+    nothing: Any = None
+    for providers in (("CPUExecutionProvider",), ("Device", "CPUExecutionProvider")):
+        told: list[float] = []
+        given: Any = (nothing, Path("/quantized"), "interface", 24, providers)
+        found = measure_divergence(*given, told.append, rows=rows)
+        assert told == pytest.approx(expected)
+        assert made.pop() == (
+            (Path("/quantized"), "interface"),
+            Path("/quantized"),
+            "interface",
+            24,
+            providers,
+        )
+        assert (found.text, found.tokens, found.agreement.value) == ("documents", 63, 1.0)
+        assert found.perplexity_ratio.value == pytest.approx(1.0)
+    assert nibbles == [(Path("/quantized"), "interface")], "for the CPU"
+    assert read == [2, 1] * parts * 2
+    read.clear()
+    asked: list[int] = []
+
+    def runner(rows: int) -> Runner:
+        asked.append(rows)
+        return Runner()
+
+    measure_divergence(nothing, Path("/quantized"), nothing, 24, rows=rows, runner=runner)
+    assert asked == [rows or 32]
+    assert read == [1, 1, 1] * parts

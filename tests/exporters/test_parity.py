@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from qsample.errors import ParityError
+from qsample.errors import ParityError, UnsupportedModelError
 from qsample.exporters import parity
 from qsample.exporters.huggingface_reference import reference
 from qsample.graph import gqa
@@ -369,3 +369,138 @@ def test_errors_of_the_manifest() -> None:
     assert parity.rounded_up(3e-2, 4e-2) == 4e-2
     assert parity.rounded_up(0.4567, float("inf")) == 0.46
     assert parity.rounded_up(float("inf"), float("inf")) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("context", "windows", "lengths", "passed"),
+    [
+        (None, [], [4, 9, 14], []),
+        (4096, [], [4, 9, 14], []),
+        (19, [], [4, 9, 14], []),  # 14 tokens and 5 after them
+        (18, [], [4, 9, 13], []),
+        (9, [], [4], []),  # equal lengths are one prompt
+        (6, [], [1], []),  # the least
+        (None, [8], [4, 9, 11, 14], [8]),
+        (None, [8, 20], [4, 9, 14, 23], [8, 20]),
+        (None, [639, 640, 2048], [4, 9, 14, 642], [639]),
+        (30, [22], [4, 9, 14, 25], [22]),
+        (30, [23], [4, 9, 14], []),  # no room beyond it
+    ],
+)
+def test_lengths_of_prompts(
+    context: int | None, windows: list[int], lengths: list[int], passed: list[int]
+) -> None:
+    """Each is within the positions that the model knows, and the last exceeds the windows that it can."""
+    assert parity.reference_lengths(context, windows) == (lengths, passed)
+
+
+def test_a_model_without_room_for_a_prompt() -> None:
+    for context in (5, 0):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"knows {context} positions .* it needs 6 to be compared"
+        ):
+            parity.reference_lengths(context, [])
+
+
+def image_reference(**changes: Any) -> parity.ImageReference:
+    """A prompt of a text, an image of two tokens, a text, and an image of three."""
+    values: dict[str, Any] = {
+        "prompt": [5, 90, 90, 6, 90, 90, 90, 7],
+        "following": 8,
+        "rows": np.array([-1, 0, 1, -1, 2, 3, 4, -1], np.int32),
+        "features": np.arange(10, dtype=np.float32).reshape(5, 2),
+        "logits": np.arange(12.0).reshape(2, 6),
+        "offsets": np.arange(27, dtype=np.int32).reshape(9, 3),
+    }
+    return parity.ImageReference(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("piece", "before", "rows", "features"),
+    [
+        (slice(0, 8), 0, [[-1, 0, 1, -1, 2, 3, 4, -1]], (0, 5)),
+        (slice(0, 8), 3, [[-1] * 8, [-1, 0, 1, -1, 2, 3, 4, -1]], (0, 5)),
+        (slice(4, 8), 0, [[0, 1, 2, -1]], (2, 5)),  # only the features that the piece reads
+        (slice(5, 6), 3, [[-1] * 3, [0, -1, -1]], (3, 4)),  # padded to the row before it
+        (slice(8, 9), 1, [[-1], [-1]], (0, 1)),  # a text: some features have to be there
+    ],
+)
+def test_inputs_of_a_piece_of_a_prompt_with_images(
+    piece: slice, before: int, rows: list[list[int]], features: tuple[int, int]
+) -> None:
+    images = image_reference()
+    inputs = parity._image_inputs(images, piece, before)
+    assert inputs["image_rows"].tolist() == rows
+    assert inputs["image_rows"].dtype == inputs["position_offsets"].dtype == np.int32
+    np.testing.assert_array_equal(inputs["image_features"], images.features[slice(*features)])
+    assert images.offsets is not None
+    count = piece.stop - piece.start
+    offsets = np.zeros((*np.shape(rows), 3))
+    offsets[-1, :count] = images.offsets[piece]
+    np.testing.assert_array_equal(inputs["position_offsets"], offsets)
+    assert "position_offsets" not in parity._image_inputs(
+        image_reference(offsets=None), piece, before
+    )
+
+
+def test_only_the_logits_of_the_first_tokens() -> None:
+    """Of all parts of a reference; those that are not there stay absent."""
+    logits = np.arange(30.0).reshape(5, 6)
+    plain = parity.Reference([[1]], [[2, 3, 4, 5]], [logits, logits + 1])
+    cut = plain.of_first_tokens(4)
+    assert [row.shape for row in cut.logits] == [(5, 4)] * 2
+    np.testing.assert_array_equal(cut.logits[1], logits[:, :4] + 1)
+    assert (cut.narrowed, cut.images, cut.windows) == (None, None, "none")
+    whole = replace(
+        plain,
+        narrowed=parity.Narrowed({8: 4}, logits),
+        images=image_reference(),
+        windows="narrowed",
+    ).of_first_tokens(4)
+    assert whole.narrowed is not None
+    assert whole.images is not None
+    assert (whole.narrowed.windows, whole.narrowed.logits.shape) == ({8: 4}, (5, 4))
+    assert (whole.images.logits.shape, whole.images.prompt) == ((2, 4), image_reference().prompt)
+    assert whole.windows == "narrowed"
+
+
+def test_states_that_differ() -> None:
+    """Each is measured by its own largest number; the message names it."""
+    same = parity.Compared(np.array([1.0, 100.0]), np.array([1.0, 100.0]))
+    small = parity.Compared(np.array([0.5, 0.0]), np.array([0.5, 0.0009]))
+    parity._compare_states({}, 1e-2)
+    parity._compare_states({"key": same, "value": small}, 1e-2)
+    with pytest.raises(
+        ParityError, match=r"state value .* differs by 0.0009 from .* more than 0.0005"
+    ):
+        parity._compare_states({"key": same, "value": small}, 1e-3)
+
+
+def test_ragged_rows_are_filled_up() -> None:
+    ids, lengths = parity._ragged([[1, 2, 3], [4], []])
+    assert ids.tolist() == [[1, 2, 3], [4, 0, 0], [0, 0, 0]]
+    assert (ids.dtype, lengths.tolist()) == (np.int64, [3, 1, 0])
+    assert parity._ragged([[1]], 2)[0].tolist() == [[1, 0, 0]]
+
+
+class TwoTokens:
+    """A runner that returns the same logits, and the token that it is told to choose."""
+
+    def __init__(self, logits: list[float], *chosen: int) -> None:
+        self.results: dict[str, np.ndarray] = {"logits": np.array([logits])}
+        if chosen:
+            self.results["next_ids"] = np.array([chosen])
+
+    def step(self, *given: object) -> dict[str, np.ndarray]:
+        return self.results
+
+
+def test_a_greedy_token_is_the_argmax() -> None:
+    """Of a graph that chooses tokens; a NaN is left to the comparison, which names it."""
+    one: Any = np.zeros(1)
+    for runner in (TwoTokens([0.0, 2.0]), TwoTokens([0.0, 2.0], 1, 0), TwoTokens([0.0, NAN], 0)):
+        given: Any = runner
+        np.testing.assert_array_equal(parity._logits(given, one, one, {}), runner.results["logits"])
+    wrong: Any = TwoTokens([0.0, 2.0], 0, 1)
+    with pytest.raises(ParityError, match="did not return the token with the largest logit"):
+        parity._logits(wrong, one, one, {})

@@ -10,6 +10,7 @@ import pytest
 
 from qsample.graph.edit import (
     Part,
+    all_initializers,
     ancestors,
     cast,
     constant,
@@ -22,9 +23,13 @@ from qsample.graph.edit import (
     part_of,
     put_behind,
     reads,
+    replace_node,
+    replace_outputs,
     reshape,
+    suffixed,
+    with_loop_bodies,
 )
-from tests.helpers.small_graphs import normal, operators, results, small_graph
+from tests.helpers.small_graphs import loop_graph, normal, operators, results, small_graph
 
 TURN = "turn (float[B,S,8] x) => (float[B,S,8] y) { y = Neg (x) }"
 
@@ -249,3 +254,97 @@ def test_fix_axes_reaches_every_shape(llama_package: Path) -> None:
     }
     assert not names & {"T", "B"}
     assert list(model.graph.inputs[0].shape or ()) == [2, ir.SymbolicDim("S")]
+
+
+def test_a_node_is_replaced_by_several() -> None:
+    """The last one has the name, type, shape and readers of the old one, also as an output of the graph."""
+    model = small_graph(TURN)
+    (node,) = model.graph
+    x = model.graph.inputs[0]
+    first = ir.node("Abs", [x])
+    last = ir.node("Exp", [first.outputs[0]])
+    shape = node.outputs[0].shape
+    replace_node(node, [first, last])
+    assert operators(model) == ["Abs", "Exp"]
+    (result,) = model.graph.outputs
+    assert result is last.outputs[0]
+    assert (result.name, result.dtype, result.shape) == ("y", ir.DataType.FLOAT, shape)
+
+
+def test_several_outputs_are_replaced() -> None:
+    """With their names; the old node may stay until it is removed."""
+    model = small_graph(
+        """g (float[B,8] x) => (float[B,4] a, float[B,4] c) {
+            a, b = Split <axis = 1, num_outputs = 2> (x)
+            c = Neg (b)
+        }"""
+    )
+    old, reader = model.graph
+    for value in old.outputs:
+        value.shape = ir.Shape(["B", 4])
+    new = ir.Node("", "Split", old.inputs, old.attributes.values(), num_outputs=2)
+    model.graph.insert_before(old, new)
+    replace_outputs(old, new)
+    assert [value.name for value in new.outputs] == ["a", "b"]
+    assert [value.name for value in old.outputs] == ["a_marker", "b_marker"]
+    assert [list(value.shape or ()) for value in new.outputs] == [["B", 4]] * 2
+    assert [value.type for value in new.outputs] == [value.type for value in old.outputs]
+    assert reader.inputs[0] is new.outputs[1]
+    assert model.graph.outputs[0] is new.outputs[0]
+    model.graph.remove(old, safe=True)
+
+
+def test_names_of_replacements() -> None:
+    named, nameless = ir.node("Neg", [None], name="one"), ir.node("Neg", [None])
+    nameless.name = None
+    empty = ir.node("Neg", [None], name="")
+    assert suffixed(named, "more") == "one_more"
+    assert suffixed(nameless, "more") is None
+    assert suffixed(empty, "more") is None
+
+
+def test_constants_and_nodes_of_graphs_inside() -> None:
+    """Of a graph first, then of those inside; loops, but no branches, compute for a token."""
+    model = loop_graph(normal(64, 32), normal(64, 32))
+    loop = next(node for node in model.graph if node.op_type == "Scan")
+    nodes = [node.op_type for node in with_loop_bodies(model.graph)]
+    assert nodes == ["Scan", "MatMul", "MatMul", "Mul", "Add", "Identity"]
+    body = loop.attributes["body"].as_graph()
+    initializer(body, "inner", np.zeros(1))
+    assert [value.name for value in all_initializers(model.graph)] == [
+        "w1_weight",
+        "w2_weight",
+        "inner",
+    ]
+
+
+def test_the_dtype_and_name_of_an_inserted_node() -> None:
+    model = small_graph(TURN)
+    (node,) = model.graph
+    x = model.graph.inputs[0]
+    value = insert(
+        node,
+        "QuickGelu",
+        [x],
+        None,
+        {"alpha": 2.0},
+        "com.microsoft",
+        ir.DataType.FLOAT16,
+        "gelu",
+    )
+    made = value.producer()
+    assert made is not None
+    assert (made.name, value.name, made.domain) == ("gelu", "gelu", "com.microsoft")
+    assert (value.dtype, value.shape) == (ir.DataType.FLOAT16, None)
+    assert made.attributes.get_float("alpha", 0.0) == 2.0
+    absent = insert(node, "Loop", [None], [1])
+    assert absent.dtype is None, "an absent input has none"
+
+
+def test_a_constant_of_a_transposed_array_is_what_it_says() -> None:
+    array = np.arange(6).reshape(2, 3).T
+    value = initializer(small_graph(TURN).graph, "turned", array)
+    assert value.const_value is not None
+    assert value.const_value.name == "turned"
+    np.testing.assert_array_equal(value.const_value.numpy(), array)
+    assert value.const_value.tobytes() == np.ascontiguousarray(array).tobytes()

@@ -15,6 +15,7 @@ from qsample.graph.join import (
     append_scorer,
     choice_of_position,
     cut_at_logits,
+    return_all_logits,
     return_logits,
     split_at_logits,
     takes_scorer,
@@ -22,7 +23,7 @@ from qsample.graph.join import (
 from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.package.package import read_package
 from qsample.sampler.scores import build_scores
-from tests.helpers.small_graphs import small_graph
+from tests.helpers.small_graphs import results, small_graph
 
 CAPACITY = 24
 PARAMETERS = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
@@ -214,3 +215,77 @@ def test_the_choice_of_a_position_is_the_only_way_to_the_logits(
     found = choice_of_position(logits)
     assert (None if found is None else found.name) == expected
     assert takes_scorer(model) == (expected is not None)
+
+
+UNREAD = {
+    "bias": np.zeros(2, np.float32),
+    "other": np.zeros((2, 1, 4), np.float32),
+    "place": np.zeros((2, 1, 4), np.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{LAST} logits = MatMul (chosen, weights)",
+        "last = GatherND <batch_dims = 1> (states, row)\n logits = MatMul (last, weights)",
+    ],
+)
+def test_logits_of_all_tokens(body: str) -> None:
+    """Row by row, [B * S, V]: those of each token that a call up to it would return."""
+    rng = np.random.default_rng(0)
+    numbers = {name: array for name, array in CONSTANTS.items() if name != "axes"}
+    numbers |= {
+        "table": rng.standard_normal((9, 4), np.float32),
+        "weights": rng.standard_normal((4, 9), np.float32),
+        "axes": np.array([1, 2]),
+    }
+    model = small_graph(
+        f"{HEAD}{body}\n}}", {"states": ["B", "S", 4], "last": ["B", 4]}, constants=numbers
+    )
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    feeds = {**UNREAD, "input_ids": ids, "input_lengths": np.array([1, 2], np.int32)}
+    before = len(model.graph)
+    assert return_all_logits(model)
+    (output,) = model.graph.outputs
+    assert output.name == "logits"
+    assert "last" not in {node.name for node in model.graph}
+    assert len(model.graph) <= before + 1
+    (found,) = results(model, feeds)
+    np.testing.assert_allclose(
+        found, numbers["table"][ids.reshape(-1)] @ numbers["weights"], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_logits_that_are_the_chosen_states_themselves() -> None:
+    body = "logits = GatherND <batch_dims = 1> (states, row)"
+    numbers = {**CONSTANTS, "table": np.arange(36, dtype=np.float32).reshape(9, 4)}
+    text = f"{HEAD}{body}\n}}".replace("float[B,9] logits", "float[B,4] logits")
+    model = small_graph(text, {"states": ["B", "S", 4]}, constants=numbers)
+    assert return_all_logits(model)
+    assert [value.name for value in model.graph.outputs] == ["logits"]
+    ids = np.array([[1, 2], [8, 0]])
+    feeds = {**UNREAD, "input_ids": ids, "input_lengths": np.array([1, 1], np.int32)}
+    (found,) = results(model, feeds)
+    np.testing.assert_array_equal(found, numbers["table"][[1, 2, 8, 0]])
+
+
+def test_logits_of_all_tokens_where_more_leads_to_them() -> None:
+    body = f"""{LAST} mean = ReduceMean <keepdims = 0> (states, axis)
+        both = Add (chosen, mean)\n logits = MatMul (both, weights)"""
+    model = small_graph(f"{HEAD}{body}\n}}", constants=CONSTANTS)
+    nodes = list(model.graph)
+    assert not return_all_logits(model)
+    assert list(model.graph) == nodes
+
+
+def test_logits_become_an_output_once() -> None:
+    model = small_graph(
+        """g (float[B,4] x) => (int64[B] token) {
+            logits = Neg (x)
+            token = ArgMax <axis = 1, keepdims = 0> (logits)
+        }"""
+    )
+    for _ in range(2):
+        assert return_logits(model) is model
+        assert [value.name for value in model.graph.outputs] == ["token", "logits"]

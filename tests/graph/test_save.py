@@ -17,7 +17,7 @@ from qsample.contract.arrays import Array
 from qsample.graph import pieces as pieces_module
 from qsample.graph import save as save_module
 from qsample.graph.edit import constant_value
-from qsample.graph.pieces import Piece, PiecewiseTensor, read, readable
+from qsample.graph.pieces import Piece, PiecewiseTensor
 from qsample.graph.save import save_graph
 from qsample.graph.weights import JoinedTensor, StoredTensor
 
@@ -168,18 +168,6 @@ def test_pieces_are_the_whole(
     written = weights(tmp_path / "graph.onnx")
     for name, array in expected.items():
         np.testing.assert_array_equal(written[name].numpy(), array, name)
-
-
-def test_any_part_can_be_read(tmp_path: Path) -> None:
-    for name, tensor in stored(tmp_path).items():
-        whole, source = tensor.numpy(), readable(tensor)
-        for index in (
-            (slice(1, 4),),
-            (slice(0, 5), slice(2, 40)),
-            (slice(3, 4), slice(0, 3)),
-            (slice(0, 0),),
-        ):
-            np.testing.assert_array_equal(read(source, *index), whole[index], name)
 
 
 def piecewise(piece: Callable[[int], Array], count: int) -> PiecewiseTensor:

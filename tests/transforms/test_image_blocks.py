@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 from transformers import AutoModelForImageTextToText
 
 from qsample.errors import UnsupportedModelError
-from qsample.transforms.image_blocks import find_blockwise
+from qsample.transforms.image_blocks import _kind, find_blockwise, token_types
 from tests.helpers.tiny_vlms import TEXT, TOWER, random_vlm
 
 
@@ -61,3 +62,62 @@ def test_a_window_cuts_images_or_not() -> None:
         patch.setattr(module, "create_masks_for_vision_model", without)
         with pytest.raises(UnsupportedModelError, match="layer 0"):
             find_blockwise(model)
+
+
+IS_IMAGE = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1, 1, 0]) == 1
+
+
+def mask(window: int | None, *, blockwise: bool) -> torch.Tensor:
+    """[S, S], token by token: which keys a query sees."""
+    runs = [0, 1, 1, 1, 1, 1, 0, 2, 2, 0]
+
+    def sees(query: int, key: int) -> bool:
+        near = window is None or query - key < window
+        return near and (key <= query or (blockwise and 0 < runs[query] == runs[key]))
+
+    return torch.tensor([[sees(query, key) for key in range(10)] for query in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("sees", "kind"),
+    [
+        (mask(None, blockwise=False), "causal"),
+        (mask(3, blockwise=False), "causal"),
+        (mask(None, blockwise=True), "blockwise"),
+        (mask(3, blockwise=True), "blockwise"),
+        (mask(2, blockwise=True), "other"),  # no window that the probe set
+        (mask(4, blockwise=False), "other"),
+        (torch.ones(10, 10) == 1, "other"),
+        (mask(None, blockwise=True).T, "other"),
+        (torch.zeros(10, 10) == 1, "other"),
+    ],
+)
+def test_the_kind_of_a_mask(sees: torch.Tensor, kind: str) -> None:
+    assert _kind(sees, IS_IMAGE) == kind
+
+
+def test_two_images_do_not_see_each_other() -> None:
+    sees = mask(None, blockwise=True)
+    sees[1, 7] = True
+    assert _kind(sees, IS_IMAGE) == "other"
+
+
+def test_the_argument_for_types_of_tokens() -> None:
+    """Each name that the model's `forward` has; as numbers."""
+
+    class Model:
+        def forward(self, input_ids: Any, mm_token_type_ids: Any = None) -> None: ...
+
+    class Plain:
+        def forward(self, input_ids: Any) -> None: ...
+
+    model: Any = Model()
+    ((name, types),) = token_types(model, IS_IMAGE[None]).items()
+    assert (name, types.dtype, types.tolist()) == (
+        "mm_token_type_ids",
+        torch.int64,
+        [[0, 1, 1, 1, 1, 1, 0, 1, 1, 0]],
+    )
+    plain: Any = Plain()
+    assert token_types(plain, IS_IMAGE[None]) == {}
+    assert find_blockwise(plain) == frozenset(), "a model without the argument is not asked"

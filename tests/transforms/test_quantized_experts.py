@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -13,7 +14,11 @@ from torch import Tensor, nn
 from qsample.graph import moe
 from qsample.transforms import experts as module
 from qsample.transforms.experts import ExpertWeights, SwiGLU
-from qsample.transforms.quantized_experts import quantized_experts, set_quantized_experts
+from qsample.transforms.quantized_experts import (
+    quantized_experts,
+    set_quantized_experts,
+    traced_matrices,
+)
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import export_without_sampler
@@ -102,3 +107,34 @@ def test_experts_without_blocks_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = ExpertWeights(SwiGLU(), 1, torch.zeros(1, 4, 2), torch.zeros(1, 2, 2))
     assert module._with_blocks(weights, nn.Module()) is weights
     assert quantized_experts(nn.Module()) == {}
+
+
+def test_blocks_of_a_parameter_are_those_of_each_expert() -> None:
+    """Rows, expert by expert, become matrices; buffers of a parameter each, which no checkpoint holds."""
+    layer = nn.Module()
+    assert quantized_experts(layer) == {}
+    assert traced_matrices(layer, "up") is None
+    for number, (parameter, bits) in enumerate((("up", 4), ("down", 8))):
+        blocks = torch.arange(6 * 64 * bits // 8).reshape(6, -1).to(torch.uint8)
+        scales = torch.arange(6 * 2.0).reshape(6, 2) + number
+        weight: Any = SimpleNamespace(
+            sizes=(6, 64), bits=bits, block_size=32, blocks=blocks, scales=scales
+        )
+        set_quantized_experts(layer, parameter, weight, 3)
+        found = quantized_experts(layer)[parameter]
+        assert (found.bits, found.block_size) == (bits, 32)
+        assert found.blocks.shape == (3, 2, 64 * bits // 8)
+        assert torch.equal(found.blocks.flatten(), blocks.flatten())
+        assert torch.equal(found.scales, scales.reshape(3, 2, 2))
+        assert found.nbytes == 6 * 64 * bits // 8 + 4 * 12
+    assert list(quantized_experts(layer)) == ["up", "down"]
+    buffers = dict(layer.named_buffers())
+    assert len(buffers) == 4
+    for parameter, found in quantized_experts(layer).items():
+        for part in ("blocks", "scales"):
+            assert any(
+                parameter in name and part in name and buffer is getattr(found, part)
+                for name, buffer in buffers.items()
+            )
+    assert layer.state_dict() == {}
+    assert traced_matrices(layer, "other") is None

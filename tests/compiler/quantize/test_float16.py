@@ -55,6 +55,38 @@ def test_the_weights_of_a_loop_are_stored_in_float16() -> None:
     np.testing.assert_allclose(last, ((x @ first) * (x @ second)).sum(1), rtol=1e-4, atol=1e-3)
 
 
+def test_experts_are_stored_in_float16_and_other_dtypes_stay() -> None:
+    """Both matrices of a mixture; the shape is that of the weight, and names tell what is what."""
+    arrays = {
+        "fc1": normal(2, 8, 4),
+        "fc2": normal(2, 4, 4),
+        "half": normal(4, 4).astype(np.float16),
+    }
+    model = small_graph(
+        """
+        mixture (float[B,4] x, float[B,2] router, float16[B,4] z, float[2,8,4] fc1, float[2,4,4] fc2, float16[4,4] half)
+            => (float[B,4] y, float16[B,4] other) {
+            y = com.microsoft.MoE <k = 1> (x, router, fc1, , fc2)
+            other = MatMul (z, half)
+        }""",
+        constants=arrays,
+    )
+    assert store_as_float16(model)
+    assert set(model.graph.initializers) == {"fc1_float16", "fc2_float16", "half"}
+    assert quantization_report(model) == QuantizationReport(2, 4 * (64 + 32), 2 * (64 + 32))
+    casts = {node.name: node for node in model.graph if node.op_type == "Cast"}
+    assert set(casts) == {"fc1_cast", "fc2_cast"}
+    for name in ("fc1", "fc2"):
+        cast = casts[f"{name}_cast"]
+        (result,) = cast.outputs
+        assert (result.name, result.dtype) == (f"{name}_float32", ir.DataType.FLOAT)
+        assert list(result.shape or ()) == list(arrays[name].shape)
+        assert cast.attributes.get_int("to", 0) == ir.DataType.FLOAT
+        stored = model.graph.initializers[f"{name}_float16"]
+        assert stored.const_value is not None
+        np.testing.assert_array_equal(stored.const_value.numpy(), arrays[name].astype(np.float16))
+
+
 def test_float16_weights_are_stored_in_half_the_space(small: Package, tmp_path: Path) -> None:
     portable = PackagedModel(small)
     whole, half = (

@@ -15,11 +15,9 @@ from qsample import AutoModelForCausalLM
 from qsample.addons.evaluate import evaluate
 from qsample.compiler.quantize.gptq import decomposed, gptq
 from qsample.compiler.quantize.methods import Levels, WeightQuantization, quantize_matrix
-from qsample.compiler.quantize.walk import Calibration, Wanted, calibrated_levels
 from qsample.contract.arrays import Array
 from qsample.errors import PackageError
 from tests.compiler.quantize.test_weights import levels
-from tests.helpers.small_graphs import normal, small_graph
 
 INPUTS, OUTPUTS = 192, 40  # more columns than are corrected at once
 
@@ -173,54 +171,6 @@ def test_blocks_of_zeros(dtype: type, zero_points: bool) -> None:
 
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps under a tree until the morning comes. "
-
-
-def test_each_matrix_is_fitted_to_what_the_quantized_ones_before_it_compute(tmp_path: Path) -> None:
-    """ids → Gather → first → Relu → second, beside the same in NumPy."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "table": normal(50, 64),
-        "first": normal(64, 32, seed=1),
-        "second": normal(32, 48, seed=2),
-    }
-    model = small_graph(
-        """g (int64[B,S] input_ids, float[50,64] table, float[64,32] first, float[32,48] second)
-            => (float[B,S,48] result) {
-            x = Gather (table, input_ids)
-            hidden = MatMul (x, first)
-            active = Relu (hidden)
-            result = MatMul (active, second)
-        }""",
-        {
-            "x": ["B", "S", 64],
-            "hidden": ["B", "S", 32],
-            "active": ["B", "S", 32],
-            "result": ["B", "S", 48],
-        },
-        constants=arrays,
-    )
-    constants = model.graph.initializers
-    way = WeightQuantization(4, 32, "gptq")
-    nodes = {node.outputs[0].name: node for node in model.graph}
-    wanted = [
-        Wanted(constants["first"], nodes["hidden"], False, way),
-        Wanted(constants["second"], nodes["result"], False, way),
-    ]
-    sequences = [rng.integers(0, 50, length) for length in (30, 17, 30)]
-    told: list[float] = []
-    found = calibrated_levels(model, wanted, Calibration(sequences, {}, (), tmp_path, told.append))
-
-    x = arrays["table"][np.concatenate(sequences)].astype(np.float64)
-    first = fitted(arrays["first"], x.T @ x, way)
-    numbers = levels(first[0].reshape(32, 2, -1), 4) - 8
-    active = np.maximum(x @ (numbers * first[1].reshape(32, 2, 1)).reshape(32, 64).T, 0)
-    second = fitted(arrays["second"], active.T @ active, way)
-    for value, expected in ((constants["first"], first), (constants["second"], second)):
-        same = levels(np.asarray(found[value].blocks), 4) == levels(expected.blocks, 4)
-        assert same.mean() > 0.99  # moments in float32 may round a level to the other side
-    assert told == [64 / (64 + 48), 1.0]
-    assert len(list(tmp_path.iterdir())) == 4, "levels and scales; the values are few"
-    assert constants["first"].const_value is not None, "the model stays as it is"
 
 
 def test_the_room_that_fitting_takes_is_asked_for_before_it_begins(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ import pytest
 from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
+from qsample.compiler.quantize import kv_cache
 from qsample.compiler.quantize.kv_cache import measure_scales, quantize_kv_cache, scales_of
+from qsample.contract.interface import Interface, KeyValueShape
 from qsample.errors import CompileError
 from qsample.graph.runner import GraphRunner
 from qsample.package.package import Package, read_package
 from qsample.runtime import Engine, SamplingParams
+from tests.helpers.small_graphs import small_graph
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 24
 ATTENTION = f"""
@@ -217,3 +221,82 @@ def test_a_cache_that_is_too_far_off(small: Package, tmp_path: Path) -> None:
     ):
         compile_package(small, tmp_path / "out", strict)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "opening", "tokens"),
+    [(512, 3, 64), (20, 3, 17), (20, 0, 19)],  # without an opening, a first token is drawn
+)
+def test_scales_are_measured_on_what_the_caches_hold(
+    capacity: int, opening: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of the text but the last, which no call read; what lies behind them is not counted."""
+    names = ("past_key_values.0.key", "past_key_values.0.value")
+    read = max(opening, 1) + tokens - 1
+    state = {name: np.full((4, 1, capacity, 2), 1e6, np.float32) for name in names}
+    for number, name in enumerate(names, 1):
+        state[name][:, :, :read] = number
+    given: list[Any] = []
+
+    class Runner:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.append((arguments, options))
+
+        def start(self, rows: int) -> dict[str, Any]:
+            assert rows == 4
+            return state
+
+        def step(self, *arguments: Any, **options: Any) -> Any: ...
+
+    def write_text(step: Any, one: Any, vocab_size: int, **options: Any) -> Any:
+        assert step.keywords == {"state": state}
+        assert (one.ids, vocab_size) == ((7,) * opening, 50)
+        assert (options["rows"], options["tokens"], options["seed"]) == (4, tokens, 1)
+        options["progress"](0.5)
+        return SimpleNamespace(rows=np.zeros((4, max(opening, 1) + options["tokens"])))
+
+    interface = Interface(50, (KeyValueShape(1, 2),))
+    source: Any = SimpleNamespace(path=Path("/portable"), interface=interface)
+    monkeypatch.setattr(kv_cache, "GraphRunner", Runner)
+    monkeypatch.setattr(kv_cache, "logits_of", lambda path, interface: (path, "its logits"))
+    monkeypatch.setattr(kv_cache, "write_text", write_text)
+    monkeypatch.setattr(
+        kv_cache, "opening_of", lambda source, capacity: SimpleNamespace(ids=(7,) * opening)
+    )
+    told: list[float] = []
+    scales = measure_scales(source, 8, capacity, told.append)
+    assert told == [0.5]
+    assert given == [
+        (((source.path, "its logits"), source.path, interface, capacity), {"weights_mapped": True})
+    ]
+    for number, name in enumerate(names, 1):
+        np.testing.assert_allclose(scales[name], np.full((1, 2), number * 1.2 / 127), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_graph_says_how_its_caches_are_held(bits: int) -> None:
+    model = attention()
+    names = [f"past_key_values.0.{kind}" for kind in ("key", "value")]
+    scales = {
+        name: np.full((KV_HEADS, SIZE), number, np.float32) for number, name in enumerate(names, 1)
+    }
+    assert quantize_kv_cache(model, scales, bits)
+    (node,) = model.graph
+    assert node.attributes.get_string("k_quant_type", "") == "PER_CHANNEL"
+    assert node.attributes.get_string("v_quant_type", "") == "PER_CHANNEL"
+    assert node.attributes.get_int("kv_cache_bit_width", 0) == bits
+    for slot, number, name in ((12, 1, names[0]), (13, 2, names[1])):
+        value = node.inputs[slot]
+        assert value is not None
+        assert value.name == f"{name}_scale"
+        assert value.const_value is not None
+        array = value.const_value.numpy()
+        assert (array.shape, set(array.ravel())) == ((1, KV_HEADS, 1, SIZE), {number})
+    dtype = ir.DataType.INT8 if bits == 8 else ir.DataType.UINT8
+    states = [*model.graph.inputs[3:5], *model.graph.outputs[1:]]
+    assert [(value.dtype, list(value.shape or ())[1:]) for value in states] == [
+        (dtype, [KV_HEADS, CAPACITY, SIZE * bits // 8])
+    ] * 4
+    assert not quantize_kv_cache(
+        small_graph("g (float[2] x) => (float[2] y) { y = Neg (x) }"), {}, bits
+    )

@@ -14,14 +14,14 @@ from qsample import AutoModelForCausalLM
 from qsample.cli.quantized import quantization_in_words
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.quantize import Preset, weights
-from qsample.compiler.quantize.bits import BitsTable, layers_of, names_of, table_of
+from qsample.compiler.quantize import weights
+from qsample.compiler.quantize.bits import BitsTable
 from qsample.compiler.quantize.blocks import float_bytes, quantization_report
 from qsample.compiler.quantize.float16 import store_as_float16
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.quantize.weights import check_quantized, quantize_weights
 from qsample.errors import CompileError
-from qsample.graph.edit import initializer, insert, put_behind
+from qsample.graph.edit import initializer
 from qsample.package.package import Package, read_package
 from tests.helpers.small_graphs import loop_graph, normal, small_graph
 
@@ -279,58 +279,6 @@ def test_the_packages_own_dtype_is_no_quantization(small: Package, tmp_path: Pat
     assert compiled.manifest.compilation.quantization is None
 
 
-def decoder(layers: int, *, adapts: bool = False) -> ir.Model:
-    """Layers of qkv → mix → out → up → down; then the head. adapts: beside each product of a layer is an adapter's."""
-    states = "".join(f", float[1,4] state{layer}" for layer in range(layers))
-    body, value = [], "x"
-    for i in range(layers):
-        body += [
-            f"n{i} = Relu({value})",
-            f"qkv{i} = MatMul(n{i}, w)",
-            f"mix{i} = Add(qkv{i}, state{i})",
-        ]
-        body += [
-            f"out{i} = MatMul(mix{i}, w)",
-            f"r{i} = Add({value}, out{i})",
-            f"up{i} = MatMul(r{i}, w)",
-        ]
-        body += [f"down{i} = MatMul(up{i}, w)", f"s{i} = Add(r{i}, down{i})"]
-        value = f"s{i}"
-    body += [f"norm = Relu({value})", "logits = MatMul(norm, w)"]
-    model = small_graph(
-        f"g (float[1,4] x, float[4,4] w{states}) => (float[1,4] logits) {{ {chr(10).join(body)} }}"
-    )
-    for layer, state in enumerate(model.graph.inputs[2:]):
-        state.name = f"past_key_values.{layer}.key"
-    *of_layers, _head = [node for node in model.graph if node.op_type == "MatMul"]
-    for node in of_layers if adapts else []:
-        matrices = [ir.Value(name=f"{node.outputs[0].name}.lora_{part}") for part in "AB"]
-        model.graph.inputs.extend(matrices)
-        total = put_behind(node.outputs[0], "Add", [node.outputs[0]]).producer()
-        assert total is not None
-        narrow = insert(total, "MatMul", [node.inputs[0], matrices[0]], ["B", 4])
-        total.replace_input_with(1, insert(total, "MatMul", [narrow, matrices[1]], ["B", 4]))
-    return model
-
-
-@pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("layers", [0, 1, 2, 5])
-def test_names_of_matrices(layers: int, adapts: bool) -> None:
-    model = decoder(layers, adapts=adapts)
-    products = [
-        node for node in model.graph if node.op_type == "MatMul" and node.inputs[1].name == "w"
-    ]
-    roles = {"qkv": "qkv_proj", "out": "o_proj", "up": "gate_up_proj", "down": "down_proj"}
-    expected = {
-        f"{part}{layer}": f"layers.{layer}.{role}"
-        for layer in range(layers)
-        for part, role in roles.items()
-    }
-    found = {node.outputs[0].name: name for node, name in names_of(model.graph, products).items()}
-    assert found == {**expected, "logits": "lm_head"}
-    assert layers_of(model.graph) == layers
-
-
 @pytest.mark.ci
 def test_a_package_with_adapters_has_the_bits_of_one_without(
     bundled_package: Path, adapted_server_package: Path, tmp_path: Path
@@ -345,58 +293,6 @@ def test_a_package_with_adapters_has_the_bits_of_one_without(
         tables.append(compiled.manifest.compilation.quantization["bits"])
     assert tables[0] == tables[1]
     assert {"layers.0.qkv_proj", "layers.1.down_proj", "lm_head"} <= tables[0].keys()
-
-
-@pytest.mark.parametrize(
-    ("given", "bits", "expected"),
-    [
-        (
-            {},
-            4,
-            {
-                "lm_head": 8,
-                "layers.1.down_proj": 4,
-                "embed_tokens": 4,
-                "layers.0.o_proj": 8,
-                "layers.3.o_proj": 8,
-            },
-        ),
-        ({}, 8, {"lm_head": 8, "layers.1.down_proj": 8}),
-        (
-            {},
-            2,
-            {
-                "lm_head": 8,
-                "layers.1.down_proj": 2,
-                "layers.1.qkv_proj": 4,
-                "layers.3.down_proj": 4,
-            },
-        ),
-        ({"lm_head": "int4"}, 4, {"lm_head": 4, "layers.1.down_proj": 4, "layers.0.down_proj": 8}),
-        (
-            {"layers.*": "int8", "layers.1.*": "int2", "*": "float"},
-            4,
-            {"layers.1.o_proj": 8, "lm_head": None},
-        ),
-    ],
-)
-def test_a_table_of_bits(given: dict[str, str], bits: int, expected: dict[str, int | None]) -> None:
-    """The caller's entries come first, and the first that matches counts."""
-    table = table_of(given, bits, Preset("rtn", 32, head="int8:64", outer="int8"), layers=4)
-    ways = {name: table.way(name, WeightQuantization(bits)) for name in expected}
-    assert {name: None if way is None else way.bits for name, way in ways.items()} == expected
-    sizes = {
-        name: way.block_size for name, way in ways.items() if way is not None and name != "lm_head"
-    }
-    assert set(sizes.values()) == {32}
-
-
-def test_block_sizes_of_a_table() -> None:
-    way = WeightQuantization(4, 32, "gptq", zero_points=True)
-    table = BitsTable({"lm_head": "int8:64", "layers.0.*": "int4:16", "*": "int8"})
-    assert table.way("lm_head", way) == replace(way, bits=8, block_size=64)
-    assert table.way("layers.0.o_proj", way) == replace(way, block_size=16)
-    assert table.way("other", way) == replace(way, bits=8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,21 @@ import pytest
 
 from qsample.compiler import pipeline
 from qsample.compiler.options import CompileOptions
-from qsample.compiler.plan import make_plan
-from qsample.compiler.targets import cpu
+from qsample.compiler.plan import CompilePlan, make_plan
+from qsample.compiler.targets import cpu, web
 from qsample.compiler.targets.cpu import TARGET
+from qsample.contract.interface import (
+    Features,
+    ImageShape,
+    Interface,
+    KeyValueShape,
+    RecurrentShape,
+)
+from qsample.errors import CompileError, QsampleError
 from qsample.graph.join import cut_at_logits
-from qsample.package.package import read_package
+from qsample.package.package import Package, read_package
 from tests.helpers.building import build
+from tests.helpers.small_packages import manifest
 
 CAPACITY = 48
 LAYERS = 2  # of every tiny model
@@ -91,3 +101,135 @@ def test_several_rows_read_their_guesses_packed(
     for phase in cpu.TARGET._speculation(plan):
         phase.run(build)
     assert got == packs
+
+
+INTERFACE = Interface(50, (KeyValueShape(1, 8),))
+
+
+def plan_of(interface: Interface = INTERFACE, **options: Any) -> CompilePlan:
+    package = Package(Path("/models/one"), manifest(interface=interface))
+    return make_plan(package, CompileOptions(ctx_len=32, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "version", "slides"),
+    [
+        ({}, {}, True, True),
+        ({}, {"sliding_window_cache": False}, True, False),
+        ({}, {}, False, False),  # an older ONNX Runtime
+        ({"features": Features(sampler=False)}, {}, True, False),
+        ({}, {"num_speculative_tokens": 1, "kv_cache_dtype": "int8"}, True, False),
+        ({"image": ImageShape(8)}, {}, True, True),
+        ({"image": ImageShape(8, blockwise=True)}, {}, True, False),
+    ],
+)
+def test_when_layers_may_forget_old_tokens(
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    version: bool,
+    slides: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cpu, "is_version", lambda least: asked.append(least) or version)
+    plan = plan_of(replace(INTERFACE, **changes), **options)
+    assert TARGET._slides(plan) == slides
+    assert set(asked) <= {"1.32"}
+    monkeypatch.setattr(cpu, "is_version", lambda least: True)
+    assert not web.TARGET._slides(plan), "its runtimes have no such attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"recurrent": (RecurrentShape(1, "conv_state", 0, (4,), "float32"),)},
+            {},
+            "num_speculative_tokens=3: this model has 1 states of a fixed size, which cannot return to the token",
+        ),
+        (
+            {"features": Features(max_loras=2, max_lora_rank=4)},
+            {"kv_cache_dtype": "int8"},
+            r"num_speculative_tokens=3: the package takes adapters \(max_loras=2\), whose float products",
+        ),
+        (
+            {"image": ImageShape(8, blockwise=True)},
+            {"kv_cache_dtype": "int8"},
+            "num_speculative_tokens=3: in this model the tokens of an image see each other",
+        ),
+        (
+            {},
+            {},
+            "num_speculative_tokens=3 needs kv_cache_dtype='int8': over a cache in float32, attention",
+        ),
+        (
+            {"features": Features(sampler=False)},
+            {"kv_cache_dtype": "int4"},
+            "3 needs a package that samples in the graph, and this one returns logits, and samples on the host",
+        ),
+        (
+            {"features": Features(probs=True)},
+            {"kv_cache_dtype": "int8"},
+            r"3 needs a package .* this one returns the distributions of single tokens \(probs\)",
+        ),
+    ],
+)
+def test_packages_in_which_nothing_is_guessed(
+    changes: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    interface = replace(INTERFACE, **changes)
+    with pytest.raises(CompileError, match=message):
+        TARGET.check(plan_of(interface, num_speculative_tokens=3, **options))
+    TARGET.check(plan_of(interface, **options))
+
+
+def test_guesses_need_a_version_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(least: str) -> None:
+        raise QsampleError(f"it needs {least}")
+
+    plan = plan_of(num_speculative_tokens=3, kv_cache_dtype="int8")
+    blocks = replace(INTERFACE, image=ImageShape(8))
+    monkeypatch.setattr(cpu, "check_version", lambda least: None)
+    TARGET.check(plan)
+    TARGET.check(plan_of(blocks, num_speculative_tokens=3, kv_cache_dtype="int4"))
+    monkeypatch.setattr(cpu, "check_version", refuse)
+    with pytest.raises(CompileError, match=r"num_speculative_tokens=3: it needs 1\.32"):
+        TARGET.check(plan)
+    TARGET.check(plan_of(kv_cache_dtype="int8"))
+
+
+def names(phases: Any) -> list[str]:
+    return [phase.name for phase in phases]
+
+
+def test_phases_that_only_some_plans_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "is_version", lambda least: False)
+    plain = names(TARGET.phases(plan_of()))
+    halved = names(TARGET.phases(plan_of(weights="float16")))
+    assert not {"store-as-float16", "save", "check-guesses", "slide-caches"} & {*plain}
+    # ONNX Runtime would undo the storage in float16.
+    assert halved == [*plain[:-2], "store-as-float16", "save", *plain[-2:]]
+    optimize = {
+        weights: next(
+            phase
+            for phase in TARGET.phases(plan_of(weights=weights))
+            if phase.name == "optimize-offline"
+        )
+        for weights in (None, "float16")
+    }
+    for weights, phase in optimize.items():
+        given: Any = phase.run
+        assert given.keywords["final"] == (weights is None)
+        assert given.keywords["providers"] == ("CPUExecutionProvider",)
+    guessing = names(TARGET.phases(plan_of(num_speculative_tokens=2, kv_cache_dtype="int8")))
+    assert "check-guesses" in guessing
+    monkeypatch.setattr(cpu, "is_version", lambda least: True)
+    sliding = names(TARGET.phases(plan_of()))
+    assert [name for name in sliding if name != "slide-caches"] == plain
+    assert "slide-caches" in sliding
+    assert "round-activations" in plain
+    # Activations stay in float32 in browsers; its weights are cut at the end.
+    of_web = names(web.TARGET.phases(plan_of(provider="web", weights="int4")))
+    assert "round-activations" not in of_web
+    assert of_web[-1] == "cut-weights"
+    assert of_web.index("keep-activations") == of_web.index("check") + 1

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,11 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import INT_BITS
 from qsample.compiler.quantize.blocks import quantization_report
+from qsample.compiler.targets import cuda
 from qsample.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.contract.arrays import DTYPES
+from qsample.contract.interface import Features, Interface, KeyValueShape
+from qsample.errors import CompileError
 from qsample.graph.edit import constant
 from qsample.graph.gqa import Slot
 from qsample.graph.join import cut_at_logits
@@ -33,12 +37,14 @@ from qsample.graph.runner import GraphRunner
 from qsample.ort.session import check_interface
 from qsample.package.package import Package, read_package
 from qsample.runtime import load
-from tests.helpers.building import build
+from tests.helpers.building import build, run_on
 from tests.helpers.capturing import capturing, compile_captured
 from tests.helpers.cuda_kernels import KERNELS, VALUES_OF_WHERE, has_kernel
 from tests.helpers.plain_host import OFF, PlainHost
 from tests.helpers.quantized_checkpoints import stored_levels
 from tests.helpers.sampling_cases import PARAMETERS, PROMPTS, rows
+from tests.helpers.small_graphs import small_graph
+from tests.helpers.small_packages import manifest
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
 
 CAPACITY = 48
@@ -311,3 +317,95 @@ def test_problems_are_named() -> None:
     for node in model.graph:
         node.name = node.op_type.lower()
     assert capture_problems(model) == ["NonZero nonzero does not replay", "Add add takes count"]
+
+
+def placed(
+    monkeypatch: pytest.MonkeyPatch, parts: list[str], misplaced: dict[str, list[str]]
+) -> tuple[Any, list[Any]]:
+    """A build of parts after `place`, and how each file was loaded. misplaced: nodes, of a file."""
+    build: Any = SimpleNamespace(parts=[SimpleNamespace(file=name) for name in parts])
+    loaded: list[Any] = []
+
+    def load_written(build: Any, providers: Any, options: Any, file: str) -> str:
+        loaded.append((providers, dict(options), file))
+        return file
+
+    monkeypatch.setattr(cuda, "load_written", load_written)
+    monkeypatch.setattr(
+        cuda, "misplaced_nodes", lambda build, file, device: misplaced.get(file, [])
+    )
+    monkeypatch.setattr(cuda, "placement_of", lambda *files: {"of": files})
+    cuda.place(build, ["Device", "Host"], {"an": "option"})
+    return build, loaded
+
+
+def test_each_part_is_loaded_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, loaded = placed(monkeypatch, [], {})
+    assert loaded == [(["Device", "Host"], {"an": "option"}, "decoder.onnx")]
+    assert build.placement == {"of": ("decoder.onnx",)}
+    build, loaded = placed(monkeypatch, ["a.onnx", "b.onnx", "c.onnx"], {})
+    assert loaded == [
+        (["Device", "Host"], {"an": "option"}, "a.onnx"),
+        (["Device", "Host"], {"an": "option", "device_id": "1"}, "b.onnx"),
+        (["Device", "Host"], {"an": "option", "device_id": "2"}, "c.onnx"),
+    ]
+    assert build.placement == {"of": ("a.onnx", "b.onnx", "c.onnx")}
+
+
+@pytest.mark.parametrize(
+    ("misplaced", "message"),
+    [
+        ({"a.onnx": ["n1"]}, "1 nodes do not run on Device: n1$"),
+        ({"a.onnx": list("abc"), "b.onnx": list("de")}, "5 nodes .*: a, b, c, d, e$"),
+        ({"b.onnx": list("abcdef")}, "6 nodes .*: a, b, c, d, e …$"),
+    ],
+)
+def test_nodes_outside_of_the_device(
+    misplaced: dict[str, list[str]], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CompileError, match=message):
+        placed(monkeypatch, ["a.onnx", "b.onnx"], misplaced)
+
+
+def test_a_graph_that_cannot_be_replayed_is_refused() -> None:
+    """With its first five problems; control flow is one."""
+    text = """g (float[B,S] x, bool c) => (float[B,S] y) {
+        %s
+        y = If (c) <then_branch = one () => (float[B,S] a) { a = Neg (x) },
+            else_branch = two () => (float[B,S] b) { b = Abs (x) }>
+    }"""
+    for count in (0, 5):
+        drawn = "\n".join(f"r{number} = RandomUniformLike (x)" for number in range(count))
+        model = small_graph(text % drawn)
+        with pytest.raises(CompileError) as caught:
+            cuda.check_capture(SimpleNamespace(model=model))  # type: ignore[arg-type]
+        problems = ["If y is control flow"]
+        problems += [f"RandomUniformLike r{number} does not replay" for number in range(count)]
+        assert str(caught.value) == (
+            f"the graph cannot be captured and replayed: {'; '.join(problems[:5])}"
+        )
+    fine = small_graph("g (float[B,S] x) => (float[B,S] y) { y = Neg (x) }")
+    cuda.check_capture(SimpleNamespace(model=fine))  # type: ignore[arg-type]
+
+
+def test_what_packages_for_cuda_declare() -> None:
+    package = Package(
+        Path("/models/one"), manifest(interface=Interface(50, (KeyValueShape(1, 8),)))
+    )
+    options = CompileOptions(
+        provider="cuda", ctx_len=40, dtype="bfloat16", kv_cache_dtype="int8", batch_size=1
+    )
+    plan = make_plan(package, options)
+    target = cuda.TARGET
+    assert target.interface(plan) == replace(
+        plan.interface, dtype="bfloat16", kv_cache_dtype="int8", captured=True
+    )
+    without = replace(plan, interface=replace(plan.interface, features=Features(sampler=False)))
+    assert not target.interface(without).captured
+    assert target.fixed_axes(plan) == {}, "rows stay free"
+    assert target.execution_providers == ("CUDAExecutionProvider", "CPUExecutionProvider")
+    assert dict(target.provider_options) == {"enable_cuda_graph": "1", "use_tf32": "0"}
+    assert dict(target.default_options) == {"dtype": "bfloat16"}
+    model = small_graph("g (float[B,T] x) => (float[B,T] y) { y = Neg (x) }")
+    run_on(model, [phase for phase in target.phases(plan) if phase.name == "fix-axes"])
+    assert [str(size) for size in model.graph.inputs[0].shape or ()] == ["B", "40"]

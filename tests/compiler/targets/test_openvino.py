@@ -14,11 +14,14 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.quantize.blocks import quantization_report
 from qsample.compiler.targets.openvino import OpenVinoTarget
+from qsample.contract.interface import Interface, KeyValueShape
 from qsample.ort.providers import is_plugin, plugin_devices
 from qsample.package.package import Package
 from qsample.runtime import load
-from tests.helpers.building import build
+from tests.helpers.building import build, run_on
 from tests.helpers.sampling_cases import generate
+from tests.helpers.small_graphs import small_graph
+from tests.helpers.small_packages import manifest
 
 CAPACITY = 48
 CONTROL_FLOW = {"If", "Loop", "Scan"}
@@ -78,3 +81,30 @@ def test_openvino_end_to_end(options: dict[str, Any], llama: Package, tmp_path: 
     assert generate(model) == wanted
     for chosen in ({"flush_every": 4}, {"prefill_chunk_size": 3}, {"double_buffering": False}):
         assert generate(model, **chosen) == wanted
+
+
+def test_what_openvino_declares() -> None:
+    target = OpenVinoTarget()
+    assert target.name == "openvino"
+    assert target.execution_providers == ("OpenVINOExecutionProvider", "CPUExecutionProvider")
+    assert dict(target.provider_options) == {
+        "device_type": "CPU",
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
+    assert (target.dtypes, target.capabilities) == (("float32",), frozenset())
+    package = Package(
+        Path("/models/one"), manifest(interface=Interface(50, (KeyValueShape(1, 8),)))
+    )
+    options = CompileOptions(provider="openvino", ctx_len=CAPACITY, batch_size=1)
+    phases: Any = {phase.name: phase.run for phase in target.phases(make_plan(package, options))}
+    given = {"providers": target.execution_providers, "provider_options": target.provider_options}
+    assert phases["compile-ahead"].keywords == given
+    assert phases["place-compiled"].keywords == given
+    assert phases["check-states"].keywords == {"provider": "OpenVINOExecutionProvider"}
+    assert phases["check"].keywords == {"copies": 2}, "it reads a graph and writes another"
+    model = small_graph("g (float[B,T] x) => (float[B,T] y) { y = Neg (x) }")
+    run_on(
+        model,
+        [phase for phase in target.phases(make_plan(package, options)) if phase.name == "fix-axes"],
+    )
+    assert list(model.graph.inputs[0].shape or ()) == [1, CAPACITY]
