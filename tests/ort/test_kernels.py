@@ -375,3 +375,17 @@ def test_integers_of_attributes() -> None:
         + helper.make_attribute("d", 2).SerializeToString(),
     ]
     assert integers_of(attributes) == {"a": 3, "b": 0, "d": 2}
+
+
+def test_names_that_are_no_text() -> None:
+    """ONNX asks for UTF-8, and nothing makes a writer keep to it."""
+    text = helper.make_model(graph_of([MATMUL], [constant("w", (8, 5))])).SerializeToString()
+    (found,) = read_kernels(text.replace(b"w", b"\xff"), 64)
+    assert isinstance(found, Product)
+    assert found.shapes == ((8, 5),)
+
+
+def test_a_number_that_is_stored_as_bytes_is_none() -> None:
+    attribute = helper.make_attribute("a", "bytes").SerializeToString()
+    assert b"\x22\x05bytes" in attribute  # field 4
+    assert integers_of([attribute.replace(b"\x22\x05bytes", b"\x1a\x05bytes")]) == {"a": 0}

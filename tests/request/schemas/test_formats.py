@@ -30,7 +30,7 @@ def is_date(text: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("year", [0, 1, 4, 9, 10, 96, 100, 400, 999, 1900, 1996, 2000, 2023, 2024, 2100, 9999])  # fmt: skip
+@pytest.mark.parametrize("year", [0, 1, 4, 9, 10, 96, 100, 400, 999, 1900, 2000, 2023, 2024, 9999])
 def test_dates_are_those_of_the_calendar(year: int) -> None:
     for month, day in itertools.product(range(14), range(33)):
         text = f"{year:04d}-{month:02d}-{day:02d}"
