@@ -258,6 +258,7 @@ def test_a_call_without_arguments() -> None:
         ("stopping_criteria", "c", "stopping_criteria", "c"),
         ("logits_processor", [], "logits_processor", None),
         ("logits_processor", ["p"], "logits_processor", ["p"]),
+        ("logits_processor", abs, "logits_processor", abs),
         ("max_time", 1, "max_time", 1.0),
         ("max_time", None, "max_time", None),
         ("num_return_sequences", 2, "num_return_sequences", 2),
@@ -281,7 +282,7 @@ REFUSED: dict[str, list[Any]] = {
     "include_stop_str_in_output": ["x"],
     "allowed_token_ids": [[], 5, "5", b"5", {5: 5}, [-1], [1.5], [True], ["5"]],
     "logprob_token_ids": [[], range(129), 5, "5", {5: 5}, [-1], [True]],
-    "pad_token_id": [-1, 320, 1.5, "5", [1, 2]],
+    "pad_token_id": [-1, 320, 1.5, "5", [1, 2], np.array([1, 2])],
     "bos_token_id": [-1, 320],
 }
 
