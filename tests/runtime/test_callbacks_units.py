@@ -299,7 +299,9 @@ def test_what_a_criterion_may_not_return(answer: Any) -> None:
     rows = [sequence(), sequence()]
     for row in rows:
         sampled(row, 8)
-    with pytest.raises(ValueError, match=r"a stopping criterion returned .* for each of the 2 rows"):
+    with pytest.raises(
+        ValueError, match=r"a stopping criterion returned .* for each of the 2 rows"
+    ):
         Loop().update(BatchEnd(lambda *_: answer, None, rows, 0))
     with pytest.raises(ValueError, match="stopping_criteria has a int; give a function of"):
         BatchEnd(5, None, rows, 0)

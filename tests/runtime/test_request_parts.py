@@ -148,7 +148,9 @@ def test_a_text_that_cannot_be_decoded_fails_the_request() -> None:
     request, sequence, _ = made()
     sequence.delivery.text = SimpleNamespace(end=lambda: 1 // 0)  # type: ignore[assignment]
     request.finish("stop")
-    with pytest.raises(RequestFailedError, match=r"the request's text cannot be decoded .*division"):
+    with pytest.raises(
+        RequestFailedError, match=r"the request's text cannot be decoded .*division"
+    ):
         request.result()
 
 
