@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qsample.contract.interface import (
     kind_of,
     ranks_axis,
 )
+from qsample.contract.storage import storage_of
 from qsample.contract.tensors import TensorSpec
 from qsample.errors import ArgumentError
 
@@ -313,3 +315,30 @@ def test_features_for_serving() -> None:
     assert (found.top_logprobs, set(found.filters)) == (20, {"typical_p", "penalty_last_n"})
     assert Features(top_logprobs=30).for_serving().top_logprobs == 30
     assert not Features(sampler=False).for_serving().prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "omitted", "least"),
+    [
+        (Features, "logprobs_mode", "raw_logprobs", 0),
+        (Features, "num_speculative_tokens", 0, 0),
+        (Features, "max_lora_rank", 0, 0),
+        (KeyValueShape, "head_dim", None, 1),
+        (KeyValueShape, "num_key_value_heads", None, 1),
+        (KeyValueShape, "capacity", None, 1),
+        (RecurrentShape, "shape", None, 1),
+        (AdapterTarget, "in_features", None, 1),
+        (AdapterTarget, "out_features", None, 1),
+        (Interface, "adapters", (), 0),
+        (Interface, "image", None, 0),
+    ],
+)
+def test_how_fields_are_stored_in_manifests(
+    kind: type, field: str, omitted: Any, least: int
+) -> None:
+    (entry,) = [one for one in fields(kind) if one.name == field]
+    found = storage_of(entry)
+    assert found.least == least
+    required = kind is KeyValueShape and field != "capacity"
+    if not required and kind not in (RecurrentShape, AdapterTarget):
+        assert found.omitted == omitted
