@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from qsample.checkpoints import stored_matrices
-from qsample.checkpoints.stored_matrices import IntegerWeight, StoredMatrix, in_turns
+from qsample.checkpoints.stored_matrices import (
+    FloatMatrix,
+    IntegerWeight,
+    StoredMatrix,
+    check_part,
+    in_turns,
+    unpack_bits,
+)
 from qsample.transforms.quantized_linear import QuantizedWeight
 from tests.helpers.integer_models import random_integers
 from tests.helpers.quantized_checkpoints import stored_levels
@@ -184,3 +192,76 @@ def test_rows_in_turns() -> None:
 def test_weights_around_the_middle(other: dict[str, bool], symmetric: bool) -> None:
     weight = random_integers(np.random.default_rng(0), OUTPUTS, INPUTS, **other)
     assert weight.is_symmetric == symmetric
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
+def test_levels_are_unpacked_lowest_first(bits: int, dtype: Any) -> None:
+    """One number at a time, from the number that all bits of a row make."""
+    rng = np.random.default_rng(bits)
+    words = rng.integers(0, 256, (3, 2 * np.dtype(dtype).itemsize), np.uint8).view(dtype)
+    found = unpack_bits(words, bits)
+    assert found.dtype == np.uint8
+    for row, levels in zip(words, found.tolist(), strict=True):
+        whole = int.from_bytes(row.tobytes(), "little")
+        count = 8 * row.nbytes // bits
+        assert levels == [whole >> place * bits & (1 << bits) - 1 for place in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dtypes", "shape", "message"),
+    [
+        (torch.zeros(2, 3), (torch.float32,), (2, 3), None),
+        (torch.zeros(2, 3), (torch.int8, torch.float32), (None, 3), None),
+        (torch.zeros(1), (torch.float32,), (None,), None),
+        (torch.zeros(2, 3), (torch.int8,), (2, 3), r"scales is float32 \[2, 3\], and must be int8 \[2, 3\]: why"),
+        (torch.zeros(2, 3), (torch.int8, torch.float16), (2, 4), r"must be int8 or float16 \[2, 4\]: why"),
+        (torch.zeros(2, 3), (torch.float32,), (2,), r"\[2, 3\], and must be float32 \[2\]"),
+        (torch.zeros(0, 3), (torch.float32,), (None, 3), r"\[0, 3\], and must be float32 \[1 or more, 3\]"),
+        (torch.zeros(2, 3), (torch.float32,), (3, 3), r"must be float32 \[3, 3\]"),
+    ],
+)  # fmt: skip
+def test_parts_of_another_kind_are_refused(
+    tensor: torch.Tensor, dtypes: Any, shape: Any, message: str | None
+) -> None:
+    try:
+        check_part("scales", tensor, dtypes, shape, "why")
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = None
+    if message is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert re.fullmatch(f"its parts do not fit: .*{message}.*", said)
+
+
+@pytest.mark.parametrize("outputs", [4, 32, 96])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_the_bytes_of_blocks_are_foretold(outputs: int, act_order: bool) -> None:
+    weight = random_integers(
+        np.random.default_rng(0), outputs, 256, bits=4, block=64, act_order=act_order
+    )
+    asked: list[slice] = []
+
+    def read(rows: slice) -> IntegerWeight:
+        asked.append(rows)
+        return weight.rows(rows)
+
+    blocks = weight.blocks(torch.float16)
+    assert blocks is not None
+    found = StoredMatrix("layer", (outputs, 256), read).bytes_in_blocks(torch.float16)
+    assert found == blocks.nbytes
+    assert asked == [slice(0, min(outputs, 32))], "a few rows tell"
+
+
+def test_what_fits_no_blocks_takes_none() -> None:
+    weight = random_integers(np.random.default_rng(0), 4, 24, bits=4, block=8)
+    matrix = StoredMatrix("layer", (4, 24), weight.rows)
+    assert matrix.bytes_in_blocks(torch.float32) == 0
+
+
+def test_a_matrix_of_floats() -> None:
+    numbers = torch.arange(6.0).reshape(2, 3)
+    assert FloatMatrix("layer", (2, 3), lambda: numbers).floats().tolist() == numbers.tolist()

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, sparse_zeros
+from qsample.contract.arrays import DTYPES, OF_ONNXRUNTIME, rounded, sparse_zeros
 from tests.helpers.memory import resident
 
 
@@ -40,3 +40,34 @@ def test_zeros_take_memory_where_they_are_written_to() -> None:
     zeros = sparse_zeros((64, 1 << 20), np.float32)  # 256 MiB
     zeros[:, 0] = 1
     assert resident() - before < 32 << 20
+
+
+def test_floats_are_rounded_to_bfloat16_with_ties_to_even() -> None:
+    """As ml_dtypes rounds them: neighbours of every number of bfloat16, halves between two among them."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        floats = (upper | np.uint32(lower)).view(np.float32)
+        floats = floats[np.isfinite(floats)]
+        with np.errstate(over="ignore"):
+            expected = floats.astype(ml_dtypes.bfloat16).view(np.uint16)
+        found = rounded(floats, "bfloat16")
+        assert found.dtype == np.uint16
+        assert np.array_equal(found, expected)
+    assert rounded(1.5, "bfloat16") == 0x3FC0
+    assert rounded([1.5, -0.0], "bfloat16").tolist() == [0x3FC0, 0x8000]
+
+
+def test_other_dtypes_are_converted() -> None:
+    bits = np.array([1, 0x3FC0], np.uint16)
+    assert rounded(bits, "bfloat16").tolist() == bits.tolist(), "integers are bits already"
+    half = rounded(np.arange(6.0).reshape(2, 3).T, "float16")
+    assert (half.dtype, half.flags.c_contiguous, half.tolist()[0]) == (np.float16, True, [0, 3])
+    assert rounded(2**40, "int64") == 2**40
+    assert rounded([0, 2], "bool").tolist() == [False, True]
+
+
+def test_zeros_that_no_system_has() -> None:
+    with pytest.raises(
+        MemoryError, match=r"a tensor \[4, 1152921504606846976\] takes .* GB, which"
+    ):
+        sparse_zeros((4, 1 << 60), np.float32)

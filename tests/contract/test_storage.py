@@ -1,16 +1,12 @@
-"""How fields are stored, and what is read back."""
+"""How the fields of dataclasses are stored."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-import pytest
-
 from qsample.contract.storage import Storage, storage_of, stored
-from qsample.package.codec import DecodeError, decode, encode
 
 
 @dataclass
@@ -29,10 +25,6 @@ class Outer:
     anything: Any = 0
     is_on: bool = False
 
-    def __post_init__(self) -> None:
-        if self.name == "refused":
-            raise ValueError("it has that name")
-
 
 def test_how_a_field_is_stored() -> None:
     by_name = {entry.name: storage_of(entry) for entry in fields(Outer)}
@@ -42,80 +34,3 @@ def test_how_a_field_is_stored() -> None:
     assert by_name["ratio"].omitted is None
     # A field that may have any value is never left out.
     assert by_name["anything"].omitted not in (None, 0, False, "")
-
-
-@pytest.mark.parametrize(
-    ("value", "encoded"),
-    [
-        (
-            Outer("x", 3),
-            {"name": "x", "inner": None, "by_name": {}, "anything": 0, "is_on": False},
-        ),
-        (
-            Outer("", 0, 0.0, Inner((1, 9), "b"), {"k": Inner()}, [1, None], True),
-            {
-                "name": "",
-                "count": 0,
-                "ratio": 0.0,
-                "inner": {"sizes": [1, 9], "kind": "b"},
-                "by_name": {"k": {"sizes": [], "kind": "a"}},
-                "anything": [1, None],
-                "is_on": True,
-            },
-        ),
-    ],
-)
-def test_a_value_as_json(value: Outer, encoded: dict[str, Any]) -> None:
-    assert encode(value) == encoded
-    back = decode(Outer, {"count": 3, **encoded}, "x")
-    assert back == value
-
-
-def test_numbers_that_json_lacks_become_texts() -> None:
-    given = {"a": math.nan, "b": [math.inf, -math.inf], "c": 1.5}
-    assert encode(given) == {"a": "nan", "b": ["inf", "-inf"], "c": 1.5}
-
-
-GOOD: dict[str, Any] = {"name": "x", "count": 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"count": -3}, r"x\.count is -3; it must be -2 or more, and less than 5"),
-        ({"count": 5}, r"x\.count is 5; it must be -2"),
-        ({"count": True}, r"x\.count is True; it must be int"),
-        ({"count": 1.0}, r"x\.count is 1\.0; it must be int"),
-        ({"count": None}, r"x\.count is None"),
-        ({"ratio": 1}, r"x\.ratio is 1; it must be float"),
-        ({"name": None}, r"x\.name is None; it must be str"),
-        ({"inner": {"sizes": [1, 0]}}, r"x\.inner\.sizes\[1\] is 0; it must be 1 or more, and less than 10"),
-        ({"inner": {"sizes": [10]}}, r"x\.inner\.sizes\[0\] is 10"),
-        ({"inner": {"sizes": 1}}, r"x\.inner\.sizes is 1; it must be tuple"),
-        ({"inner": {"kind": "c"}}, r"x\.inner\.kind is 'c'; it must be 'a' or 'b'"),
-        ({"inner": [1]}, r"x\.inner is \[1\]; it must be Inner"),
-        ({"by_name": {"k\n": {"kind": 0}}}, r"x\.by_name\.'k\\n'….kind is 0"),
-        ({"by_name": []}, r"x\.by_name is \[\]; it must be Mapping"),
-        ({"is_on": 1}, r"x\.is_on is 1; it must be bool"),
-        ({"other": 1, "another": 2}, "x does not fit this qsample: unknown another, unknown other"),
-        ({"name": "refused"}, "x: it has that name"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DecodeError, match=message):
-        decode(Outer, GOOD | changes, "x")
-
-
-def test_what_is_missing_or_of_another_version() -> None:
-    with pytest.raises(DecodeError, match="missing name, missing count"):
-        decode(Outer, {}, "x")
-    # Nothing reads these keys any longer.
-    assert decode(Outer, GOOD | {"seed": 3, "timing": {}}, "x") == Outer("x", 1)
-    many = {f"key{number}": 0 for number in range(9)}
-    with pytest.raises(DecodeError) as raised:
-        decode(Outer, GOOD | many, "manifest")
-    assert str(raised.value).count("unknown") == 5
-    assert (raised.value.where, raised.value.problem[:5]) == ("manifest", " does")
-    assert decode(Outer, GOOD | {"inner": None, "ratio": None}, "x").inner is None
-    assert decode(Outer, GOOD | {"count": 4}, "x").count == 4
-    assert decode(Outer, GOOD | {"count": -2}, "x").count == -2

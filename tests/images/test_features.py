@@ -112,3 +112,26 @@ def test_a_damaged_file_is_named(fake: Callable[..., Package]) -> None:
     (package.path / "vision.onnx").write_bytes(b"nothing")
     with pytest.raises(PackageError, match=r"vision\.onnx"):
         VisionEncoder(package)
+
+
+def test_an_image_that_comes_again_has_the_same_features(package: Package, runs: list[int]) -> None:
+    encoder, given = VisionEncoder(package), image(package, 8, 8)
+    first = encoder.features(given)
+    assert encoder.features(given) is first
+    assert len(runs) == 1
+    ready = np.ones((4, DIM), np.float32)
+    assert encoder.features(replace(given, features=ready)) is ready
+    assert len(runs) == 1
+
+
+def test_features_are_kept_up_to_the_bytes_and_no_further(
+    package: Package, runs: list[int]
+) -> None:
+    given = image(package, 8, 8)  # 4 placeholders
+    for size, kept in ((4 * BYTES, 1), (4 * BYTES - 1, 0), (0, 0)):
+        encoder = VisionEncoder(package, size)
+        runs.clear()
+        for _ in range(2):
+            assert encoder.features(given).shape == (4, DIM)
+        assert len(runs) == 2 - kept
+    assert VisionEncoder(package)._max_cached_bytes == 256 * 1024 * 1024

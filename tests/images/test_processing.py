@@ -19,7 +19,7 @@ from qsample.contract.interface import ImageShape
 from qsample.contract.tensors import IMAGES_VERSION
 from qsample.errors import PackageError
 from qsample.images.decode import ImageLimits
-from qsample.images.processing import ImageProcessor, ImageTexts
+from qsample.images.processing import ImageProcessor, ImageSettings, ImageTexts
 from qsample.package.manifest import FileEntry, Manifest
 from qsample.package.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
@@ -243,3 +243,28 @@ def test_published_vectors(number: int) -> None:
         assert (image.size and list(image.size)) == case["size"]
         placeholders = case["text"].count(processor.token)
         assert image.rows.tolist() == (case["rows"] or list(range(placeholders)))
+
+
+def test_another_process_makes_the_same_processor() -> None:
+    """Of its arguments, which are plain JSON."""
+    for axial in (False, True):
+        processor = ImageProcessor(IMAGES, axial=axial, identity=b"\x00\xff")
+        arguments = json.loads(json.dumps(processor.arguments))
+        again = ImageProcessor.of_arguments(arguments)
+        image = processor.process(A)
+        assert again.process(A).key == image.key
+        assert again.arguments == processor.arguments
+        ids = [IMAGES["token_id"]] * len(image.rows)
+        assert (again.prompt(ids, [image]).offsets is None) == (not axial)
+    plain = ImageProcessor(IMAGES)
+    assert plain.process(A).key != image.key
+    assert plain.prompt([5], []).offsets is None
+
+
+def test_texts_by_default_and_wrong_ones() -> None:
+    assert ImageTexts() == ImageTexts("", "", "", "", "", "")
+    settings = {**IMAGES, "token_id": 2**31 - 1}
+    assert ImageSettings(**settings).token_id == 2**31 - 1
+    for wrong in ({"token_id": 2**31}, {"token": ""}, {"placeholder": ""}, {"token_id": -1}):
+        with pytest.raises(ValueError, match="token"):
+            ImageSettings(**{**IMAGES, **wrong})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from qsample.images import structure
-from qsample.images.structure import check_structure
+from qsample.images.structure import check_structure, size_in_header
 from tests.helpers import hostile_images
 from tests.helpers.hostile_images import encoded
 
@@ -123,3 +124,68 @@ def test_hostile_files_are_pictures_to_pillow() -> None:
         with Image.open(io.BytesIO(file)) as image:
             image.load()
             assert image.width in (8, 1100)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (300, 7), (16383, 3)])
+def test_sizes_that_headers_state(size: tuple[int, int]) -> None:
+    """Of formats whose library takes memory for all pixels when it opens a file; Pillow wrote these."""
+    picture = Image.new("RGB", size)
+    for kind, files in {
+        "Gif": [encoded(picture, "GIF"), encoded(picture, "GIF", comment=b"x" * 600)],
+        "WebP": [
+            encoded(picture, "WEBP"),
+            encoded(picture, "WEBP", lossless=True),
+            encoded(picture, "WEBP", exif=EXIF),
+        ],
+    }.items():
+        for file in files:
+            assert size_in_header(kind, file) == size
+    assert size_in_header("Png", encoded(picture, "PNG")) is None
+    assert size_in_header("Jpeg", encoded(picture, "JPEG")) is None
+
+
+def gif(canvas: tuple[int, int], frame: tuple[int, int, int, int], table: int | None) -> bytes:
+    """A file up to its first frame, by the specification. table: the size of the table of colours, as a power of two;
+    after the tables come an extension and the frame."""
+    flags = 0 if table is None else 0x80 | table - 1
+    head = b"GIF89a" + struct.pack("<HHBBB", *canvas, flags, 0, 0)
+    colours = b"" if table is None else bytes(3 * 2**table)
+    extension = b"\x21\xfe" + b"\x02ab" + b"\x01c" + b"\x00"
+    return head + colours + extension + b"\x2c" + struct.pack("<HHHHB", *frame, 0)
+
+
+@pytest.mark.parametrize("table", [None, 1, 2, 8])
+@pytest.mark.parametrize(
+    ("canvas", "frame", "size"),
+    [
+        ((100, 50), (0, 0, 100, 50), (100, 50)),
+        ((100, 50), (10, 5, 20, 30), (100, 50)),
+        ((100, 50), (95, 0, 10, 10), (105, 50)),
+        ((100, 50), (0, 45, 10, 10), (100, 55)),
+        ((0, 0), (1, 2, 3, 4), (4, 6)),
+    ],
+)
+def test_a_frame_enlarges_the_canvas_of_a_gif(
+    canvas: tuple[int, int],
+    frame: tuple[int, int, int, int],
+    size: tuple[int, int],
+    table: int | None,
+) -> None:
+    file = gif(canvas, frame, table)
+    assert size_in_header("Gif", file) == size
+    with pytest.raises((IndexError, struct.error)):
+        size_in_header("Gif", file[:-2])
+
+
+def test_a_gif_is_counted_up_to_the_end_of_its_first_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of extensions and of the frame, with a table of its own or not."""
+    monkeypatch.setattr(structure, "_MAX_GIF_BLOCKS", 5)
+    for flags, colours in ((0, b""), (0x81, bytes(12))):
+        start = gif((9, 9), (0, 0, 9, 9), 1)[:-1] + bytes([flags]) + colours + b"\x02"
+        for blocks, fits in ((3, True), (4, False)):
+            file = start + b"\x01x" * blocks + b"\x00" + b"\x21\xfe" + b"\x01x" * 9 + b"\x00"
+            if fits:
+                check_structure("Gif", file)
+            else:
+                with pytest.raises(ValueError, match="it has more than 5 blocks, the limit"):
+                    check_structure("Gif", file)

@@ -16,11 +16,9 @@ from qsample.request.schemas.normal_form import InvalidSchemaError
 from qsample.request.structured.automaton import automaton_of
 from qsample.request.structured.json_text import LARGEST_INTEGER, integers
 from qsample.request.structured.not_regular import NEVER, NotRegularError
-from qsample.request.structured.pattern import expression_of_pattern
 from qsample.request.structured.schema import expression_of_schema
 from tests.helpers.random_schemas import (
     NEAR_MISSES,
-    PATTERNS,
     REFUSED,
     is_valid,
     random_client_schema,
@@ -252,32 +250,6 @@ def test_integers_have_at_most_18_digits() -> None:
     schema = {"type": "integer", "minimum": -(10**30), "maximum": 10**19}
     assert matches(schema, str(LARGEST_INTEGER))
     assert not matches(schema, str(LARGEST_INTEGER + 1))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_mean_what_they_mean_in_python(pattern: str) -> None:
-    """Raw characters that both have are found in both; other texts may be missing."""
-    rng = np.random.default_rng(3)
-    expression = f'"{expression_of_pattern(pattern)}"'
-    automaton = automaton_of(expression) if NEVER not in expression else None
-    for _ in range(300):
-        letters = rng.choice(list('aby-Zz019é日ü@. _x"\\'), rng.integers(0, 8))
-        text = "".join(str(letter) for letter in letters)
-        is_found = re.search(pattern, text) is not None
-        state = 0
-        if automaton is not None:
-            for byte in json.dumps(text, ensure_ascii=False).encode():
-                state = int(automaton.transitions[state, byte]) if state >= 0 else -1
-        is_matched = automaton is not None and state >= 0 and bool(automaton.final[state])
-        assert is_found >= is_matched, (pattern, text)
-        if text.isascii() and '"' not in text and "\\" not in text:
-            assert is_found == is_matched, (pattern, text)
-
-
-@pytest.mark.parametrize("pattern", ["(?i:a)b", "(?i)ab", "a(?s:.)", "(?-i:a)b", "(?x:a b)"])
-def test_flags_in_patterns_are_refused(pattern: str) -> None:
-    with pytest.raises(NotRegularError, match="flags"):
-        expression_of_pattern(pattern)
 
 
 @pytest.mark.parametrize(
