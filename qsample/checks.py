@@ -61,8 +61,11 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
         value: The path as a text or an object.
 
     Raises:
-        ArgumentError: It is an empty text, which `Path` would take for the current folder.
+        ArgumentError: It is something else, or an empty text, which `Path` would take for the
+            current folder.
     """
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentError(f"{name} is {shown(value)}, a {type(value).__name__}; give a path", name)
     if value == "":
         raise ArgumentError(f'{name} is empty; give a path (the current folder is ".")', name)
     return Path(value)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.checks import (
+    as_path,
     check_count,
     check_fields,
     checked,
@@ -127,3 +129,25 @@ def test_a_refused_field_is_named_with_what_is_accepted(
 def test_a_door_has_its_own_error() -> None:
     with pytest.raises(CompileError, match="bits is True; choose one of 4, 8"):
         _Bits(True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", 'folder is empty; give a path \\(the current folder is "."\\)'),
+        (5, "folder is 5, a int; give a path"),
+        (None, "folder is None, a NoneType; give a path"),
+        (b"a", "folder is b'a', a bytes; give a path"),
+        ([], r"folder is \[\], a list; give a path"),
+    ],
+)
+def test_what_is_no_path(value: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message) as raised:
+        as_path("folder", value)
+    assert raised.value.argument == "folder"
+
+
+def test_paths() -> None:
+    assert as_path("folder", "a/b") == Path("a/b")
+    assert as_path("folder", Path("a")) == Path("a")
+    assert as_path("folder", ".") == Path()
