@@ -142,11 +142,11 @@ def main() -> None:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _terminate)
     use_utf_8()
-    # This imports the commands. From now on, there is something to tidy up after ctrl-C.
-    application()
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        # This imports the commands. From then on, there is something to tidy up after ctrl-C.
+        application()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:

@@ -29,7 +29,7 @@ def test_defaults_come_from_the_package() -> None:
         4096,
         "float32",
         None,
-        0,
+        4,
     )
     assert (plan.weights, plan.kv_cache_dtype, plan.calibrated) == (None, None, False)
     assert not plan.quantized

@@ -312,13 +312,14 @@ class Settings:
 
     @property
     def head_dim(self) -> int | None:
+        # All of them are checked, whichever of them counts.
         size = _size(_CONFIG, self.config, "head_dim")
+        width = _size(_CONFIG, self.config, "hidden_size")
+        heads = _size(_CONFIG, self.config, "num_attention_heads")
         if size is None:
             size = _size(GENAI_CONFIG, self._decoder, "head_size")
         if size is not None:
             return size
-        width = _size(_CONFIG, self.config, "hidden_size")
-        heads = _size(_CONFIG, self.config, "num_attention_heads")
         return None if width is None or heads is None or width < heads else width // heads
 
     @property
