@@ -65,7 +65,9 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
             current folder.
     """
     if not isinstance(value, str | os.PathLike):
-        raise ArgumentError(f"{name} is {shown(value)}, a {type(value).__name__}; give a path", name)
+        raise ArgumentError(
+            f"{name} is {shown(value)}, a {type(value).__name__}; give a path", name
+        )
     if value == "":
         raise ArgumentError(f'{name} is empty; give a path (the current folder is ".")', name)
     return Path(value)

@@ -18,6 +18,12 @@ from typing import IO, Any, Final, TypeAlias
 
 # The threads of a server have twice this stack.
 _MAX_STACK_BYTES: Final = 4 << 20
+# `python -m` would import libraries from the current folder, which may be a stranger's: the process
+# has the places of this one.
+_START: Final = (
+    "import sys; sys.path[:] = {path!r}; "
+    "import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+)
 # Parts may be arrays, which are written without a copy.
 _Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -104,7 +110,7 @@ class LimitedProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-P", "-c", _START.format(path=sys.path, module=self._module)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,23 @@ def test_any_thread_stops_it(process: LimitedProcess) -> None:
     thread.join(60)
     assert [type(error) for error in raised] == [ProcessEndedError]
     process.stop()  # Nothing is left to stop.
+
+
+def test_nothing_is_imported_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be an untrusted package's."""
+    hostile = "open('was imported', 'w').close()\n"
+    for name in ("json", "signal", "numpy", "qsample", "PIL", "tests"):
+        (tmp_path / f"{name}.py").write_text(hostile)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+    process = LimitedProcess(CHILD, 600)
+    try:
+        assert asked(process, number=3).fields["number"] == 3
+    finally:
+        process.stop()
+    assert not (tmp_path / "was imported").exists()
 
 
 def test_a_greeting_comes_first_each_time() -> None:
