@@ -204,3 +204,24 @@ def test_the_texts_of_tiles_are_found_from_examples() -> None:
 def test_an_export_without_images_needs_no_pillow() -> None:
     code = "import sys; sys.modules['PIL'] = None; import qsample.exporters.export, qsample.checkpoints.checkpoint"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], ""),
+        ([[1, 2], [3, 4]], [[[1, 2], [3, 4]]], ""),
+        # Padded with zeros, and with nothing else.
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4], [0, 0]], ""),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4], [0, 5]], "numbers [3, 2], not [2, 2],"),
+        ([[1, 2], [3, 4]], [[1, 2]], "numbers [1, 2], not [2, 2],"),
+        ([[1, 2], [3, 4]], [[1], [2], [3], [4]], "numbers [4, 1], not [2, 2],"),
+        ([[1, 2], [3, 4]], [[1, 2, 3], [4, 0, 0]], "numbers [2, 3], not [2, 2],"),
+        ([[1, 2], [3, 4]], [1, 2, 3, 4, 0], "numbers [5], not [2, 2],"),
+        ([[], []], [[], []], "numbers [2, 0], not [2, 0],"),
+        ([[1, 2], [3, 4]], [[1, 5], [6, 4]], "2 of 4 numbers differ"),
+    ],
+)
+def test_how_pixels_differ(ours: Any, theirs: Any, said: str) -> None:
+    found = pixel_difference(np.array(ours, np.float32), np.array(theirs, np.float32))
+    assert found == (f"there are {said}" if said.startswith("numbers") else said)

@@ -348,3 +348,30 @@ def test_a_target_that_needs_what_is_not_installed(
 
 def test_portable_packages_name_nothing(tmp_path: Path) -> None:
     check_manifest_options(fake_package(tmp_path / "package"), None, {})
+
+
+def test_a_session_has_its_providers_and_options_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    preloaded: list[str] = []
+
+    class Session:
+        def __init__(self, model: Any, options: Any, **more: Any) -> None:
+            made.append((model, options, more))
+
+        def get_providers(self) -> list[str]:
+            return [CUDA, CPU]
+
+    monkeypatch.setattr(ort, "InferenceSession", Session)
+    monkeypatch.setattr(ort, "preload_dlls", lambda: preloaded.append("CUDA"), raising=False)
+    options = Options()
+    opened = providers.open_session(b"graph", options, [CUDA, CPU], {"a": "1"}, other=2)  # type: ignore[arg-type]
+    assert isinstance(opened, Session)
+    given = {"providers": [CUDA, CPU], "provider_options": [{"a": "1"}, {}], "other": 2}
+    assert made == [(b"graph", options, given)]
+    assert preloaded == ["CUDA"]
+    providers.open_session(b"graph", options, [CPU])  # type: ignore[arg-type]
+    assert made[1][2] == {"providers": [CPU], "provider_options": [{}]}
+    assert preloaded == ["CUDA"]
+    monkeypatch.setattr(providers, "is_plugin", lambda name: False)
+    with pytest.raises(QsampleError, match=f"{OPENVINO} is part of this onnxruntime"):
+        providers.open_session(b"graph", options, [OPENVINO, CPU])  # type: ignore[arg-type]

@@ -198,3 +198,17 @@ def test_marks_that_are_special_tokens_are_shown(
     with served(package.path, reasoning_parser=parser) as model:
         model.model.tokenizer = Tokenizer(tokenizer)
         assert model.reads_special_tokens(body) == shows
+
+
+def test_answers_without_a_limit_have_the_default_of_their_api(package: Path) -> None:
+    """OpenAI's completions have 16 tokens, and its chats as many as fit."""
+    with served(package, generation_config="openai") as model:
+        completion = model.sampling_params(CompletionRequest(prompt="x"))
+        assert (completion.max_new_tokens, completion.max_length) == (16, None)
+        chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}])
+        params = model.sampling_params(chat)
+        assert (params.max_new_tokens, params.max_length) == (None, model.max_model_len)
+        limited = model.sampling_params(CompletionRequest(prompt="x", max_tokens=3))
+        assert (limited.max_new_tokens, limited.max_length) == (3, None)
+        limited = model.sampling_params(chat.model_copy(update={"max_tokens": 3}))
+        assert (limited.max_new_tokens, limited.max_length) == (3, None)
