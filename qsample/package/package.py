@@ -211,6 +211,9 @@ class Package:
         The graph and the files that it refers to are compared with the manifest in memory before
         the body, and must be the same files after it.
 
+        Args:
+            name: The graph's file.
+
         Raises:
             PackageError: They are not, for instance because the package was replaced.
         """

@@ -180,6 +180,11 @@ def test_over_a_float_cache_guesses_change_the_last_bits(
 def test_guesses_change_nothing_unless_the_attention_counts_wrong(
     small: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The sampler of the fake has no filters, and that of a graph with guesses is a real one.
+    sampled = {"temperature": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+    off = dict.fromkeys(agreement._PARAMETERS[1])
+    off = {name: 1.0 if name == "top_p" else 0.0 for name in off}
+    monkeypatch.setattr(agreement, "_PARAMETERS", ({}, off | sampled))
     options = CompileOptions(
         ctx_len=32, kv_cache_dtype="int8", num_speculative_tokens=4, max_divergence=100
     )

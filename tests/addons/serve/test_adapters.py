@@ -313,9 +313,9 @@ def test_answers_do_not_tell_what_exists_elsewhere(
 def test_names_are_no_paths(server: ServerProcess, folder: Path) -> None:
     """Of models, templates, scripts and adapters: a file that exists, and one that does not, have the same answer."""
     messages = [{"role": "user", "content": "x"}]
-    (folder.parent / "there.txt").write_text("x")
+    (folder.parent / "zqthere.txt").write_text("x")
     answers = []
-    for name in ("there.txt", "never.txt"):
+    for name in ("zqthere.txt", "zqnever.txt"):
         path = str(folder.parent / name)
         quoted = path.replace("/", "%2f")
         chat = {"messages": messages, "max_tokens": 1}
@@ -329,7 +329,8 @@ def test_names_are_no_paths(server: ServerProcess, folder: Path) -> None:
             post(server, "load", lora_name="new", lora_path="judges", base_model_name=path),
         ]
         assert {answer.status_code for answer in asked} <= {400, 404}
-        answers.append([answer.text.replace(name, "NAME") for answer in asked])
+        # Long paths are cut, perhaps within the name.
+        answers.append([re.sub(r"zq[a-z.]*", "NAME", answer.text) for answer in asked])
     assert answers[0] == answers[1]
 
 
