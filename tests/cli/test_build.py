@@ -210,6 +210,10 @@ def test_a_text_becomes_a_file_for_engines_and_servers(
         "bytes": out.stat().st_size,
     }
     assert document["tokens"] >= 64
+    before = out.stat()
+    status, _, stderr = run("prefix", everything, out, "--prompt-text", tmp_path / "text")
+    assert (status, f"{out} exists; give --overwrite" in " ".join(stderr.split())) == (2, True)
+    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert run("prefix", everything, out, "--prompt-text", tmp_path / "text", "--overwrite")[0] == 0
     with Engine(load(everything), slots=1, prefixes=[out]) as engine:
         assert (

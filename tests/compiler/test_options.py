@@ -42,6 +42,10 @@ from qsample.errors import CompileError
         ({"weights": {"lm_head": 4}}, r"weights\['lm_head'\] is 4; give"),
         ({"weights": "missing.json"}, "weights: cannot read the table missing.json"),
         (
+            {"weights": "int2", "block_size": 256},
+            "block_size is 256, and the kernels of 2 bits take blocks of 32, 64 or 128",
+        ),
+        (
             {"weights": "int2", "block_size": 16},
             "block_size is 16, and the kernels of 2 bits take blocks of 32, 64",
         ),
@@ -101,3 +105,8 @@ def test_they_are_public_and_need_nothing_of_the_export_side() -> None:
     ).stdout
     assert printed == "[]\n"
     assert "CompileOptions" in qsample.__all__
+
+
+@pytest.mark.parametrize("block_size", [None, 32, 64, 128])
+def test_blocks_of_two_bits(block_size: int | None) -> None:
+    assert CompileOptions(weights="int2", block_size=block_size).block_size == block_size

@@ -159,6 +159,9 @@ def test_read_back_it_is_what_it_was(as_they_lie: bool, tmp_path: Path) -> None:
     read = load_graph(tmp_path / "model.onnx")
     widen_weights(read)
     assert dtypes(read) == dict.fromkeys(("table", "weight", "exact"), ir.DataType.FLOAT)
+    for value in read.graph.initializers.values():
+        assert value.const_value is not None
+        assert list(value.shape or ()) == list(value.const_value.shape)
     check_numbers(read)
     assert sorted(node.op_type for node in read.graph) == [
         "Gather",

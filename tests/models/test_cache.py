@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -365,6 +366,9 @@ def shared_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     """A cache of root in which every user may make entries, and a package that every user may read."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
+    if not all(one.stat().st_mode & stat.S_IXOTH for one in folder.parents):
+        folder.rmdir()
+        pytest.skip(f"other users cannot reach {folder.parent}")
     shutil.copytree(source, folder / "source")
     (folder / "cache").mkdir()
     (folder / "cache").chmod(0o1777)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qsample.contract.interface import Features
-from qsample.package.manifest import GraphPart
+from qsample.package.manifest import GraphPart, TokenIds
 from qsample.package.package import (
     MANIFEST_NAME,
     Compilation,
@@ -200,3 +200,14 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
         "package again: "
     )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")
+
+
+@pytest.mark.parametrize(
+    ("token", "eos"),
+    [(None, (2, 0)), (2, (2, 0)), (0, (2, 0)), (5, (2, 0, 5)), (9, (2, 0, 9)), (10, (2, 0))],
+)
+def test_the_tokenizers_ending_is_a_stop_token_more(
+    token: int | None, eos: tuple[int, ...]
+) -> None:
+    ids = TokenIds(4, 1, (2, 0))
+    assert ids.ending_at(token, 10) == TokenIds(4, 1, eos)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +43,14 @@ def test_a_graph_gets_the_features_that_its_model_asks_for(
     assert own == {}
     assert left_out is not None
     assert f"asks for {quoted(settings)}, which the package was made without (export" in left_out
+
+
+def test_features_that_were_asked_for_stay() -> None:
+    features = Features(logit_bias=True, filters=("xtc",), max_loras=2, probs=True)
+    assert with_needed(features, {}) == features
+    assert with_needed(features, {"typical_p": 0.9}) == replace(
+        features, filters=("xtc", "typical_p")
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Room that requests share, and the places that they hold."""
+"""Room that requests share, and the time that they may take."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,8 @@ import pytest
 
 from qsample.addons.serve.app import TimeLimit
 from qsample.addons.serve.http import ApiError
-from qsample.addons.serve.image_steps import FeatureRoom, Room
-from qsample.addons.serve.models import Places
-from qsample.runtime import QueueFullError
+from qsample.addons.serve.image_steps import FeatureRoom, ImageSteps, Room
+from qsample.addons.serve.settings import ServeSettings
 
 
 def run(work: Any) -> None:
@@ -105,38 +106,6 @@ def test_a_request_gives_its_room_back_once() -> None:
     run(work())
 
 
-def places_of(running: int, waiting: int, slots: int = 2, max_waiting: int = 4) -> Places:
-    stats = SimpleNamespace(running=running, waiting=waiting, slots=slots, max_waiting=max_waiting)
-    engine: Any = SimpleNamespace(stats=lambda: stats)
-    return Places(engine)
-
-
-def test_places_are_held_until_they_are_let_go() -> None:
-    places = places_of(running=1, waiting=1)
-    places.check(4)
-    with pytest.raises(QueueFullError, match="2 of 6 places are taken and 5 were requested"):
-        places.check(5)
-    with places.hold(3) as let_go:
-        places.check(1)
-        with pytest.raises(QueueFullError, match="5 of 6 places are taken and 2 were requested"):
-            places.hold(2).__enter__()
-        with places.hold(1), pytest.raises(QueueFullError):
-            places.check(1)
-        let_go()
-        places.check(4)
-        let_go()
-        places.check(4)
-        with pytest.raises(QueueFullError):
-            places.check(5)
-    places.check(4)
-    with pytest.raises(ZeroDivisionError), places.hold(4):
-        raise ZeroDivisionError
-    places.check(4)
-    with pytest.raises(QueueFullError):
-        places.check(5)
-    places_of(running=2, waiting=4).check(0)
-
-
 def test_the_time_of_a_request() -> None:
     async def work() -> None:
         limit = TimeLimit(None)
@@ -160,5 +129,64 @@ def test_the_time_of_a_request() -> None:
         assert (raised.value.status, raised.value.code) == (504, "timeout")
         with pytest.raises(ApiError, match="did not begin in the time"):
             limit.seconds_left()
+
+    run(work())
+
+
+class FakeModel:
+    """Reads files as their lengths."""
+
+    def __init__(self) -> None:
+        self.at_once = 0
+        self.most_at_once = 0
+        self.model = SimpleNamespace(images=self)
+
+    def process_images(self, files: list[bytes]) -> list[int]:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        time.sleep(0.02)
+        self.at_once -= 1
+        return [len(file) for file in files]
+
+    def with_features(self, images: list[int]) -> list[str]:
+        return [f"seen {image}" for image in images]
+
+    def feature_bytes(self, images: list[int]) -> int:
+        return sum(images)
+
+
+def data_url(size: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(bytes(size)).decode()
+
+
+def test_images_are_read_and_seen_in_their_turn() -> None:
+    async def work() -> None:
+        steps = ImageSteps(ServeSettings(models={"m": "p"}, max_image_bytes=1000))
+        model: Any = FakeModel()
+
+        async def one(number: int) -> list[Any]:
+            room = steps.feature_room()
+            async with steps.turn(model, [data_url(number), data_url(number + 1)]) as images:
+                assert images == [number, number + 1]
+                seen = await steps.see(model, images, room)
+            assert steps._features._num_taken >= 2 * number + 1
+            room.give_back()
+            return seen
+
+        found = await asyncio.gather(*map(one, range(1, 9)))
+        assert found == [[f"seen {n}", f"seen {n + 1}"] for n in range(1, 9)]
+        assert model.most_at_once == 2
+        assert (steps._features._num_taken, steps._files._num_taken) == (0, 0)
+        # What fails gives everything back, too.
+        with pytest.raises(ApiError, match="give data:image/png"):
+            async with steps.turn(model, ["data:text/html;base64,AAAA"]):
+                raise AssertionError
+        with pytest.raises(ZeroDivisionError):
+            async with steps.turn(model, [data_url(3)]):
+                raise ZeroDivisionError
+        assert steps._files._num_taken == 0
+        async with steps.turn(model, [data_url(3)]) as images:
+            assert images == [3]
+        steps.close()
 
     run(work())

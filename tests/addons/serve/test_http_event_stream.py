@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,28 @@ def test_a_pause_is_filled_and_nothing_follows_the_end(seconds_of_second: float)
     assert client.texts == [b"first", *[ALIVE] * fillers, b"second", b""]
     more = [message["more_body"] for message in client.sent[1:]]
     assert more == [True] * (len(more) - 1) + [False]
+
+
+def test_events_that_come_need_no_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the stream is: each event begins the time anew."""
+    now = [100.0]
+    monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = Client(0, 0)
+
+    async def events() -> AsyncIterator[bytes]:
+        for number in range(5):
+            yield str(number).encode()
+            await asyncio.sleep(1.5 * INTERVAL_S)  # The clock stands still meanwhile.
+        now[0] += 2 * INTERVAL_S
+        while ALIVE not in client.texts:
+            await asyncio.sleep(INTERVAL_S / 10)
+
+    async def read() -> None:
+        stream = EventStream(events(), lambda: None, {}, ALIVE)
+        await stream({"type": "http"}, client.receive, client.send)
+
+    asyncio.run(read())
+    assert client.texts == [b"0", b"1", b"2", b"3", b"4", ALIVE, b""]
 
 
 def test_what_the_apis_send() -> None:
