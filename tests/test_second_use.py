@@ -617,7 +617,7 @@ SLOW_SUBJECTS = {"packaged model", "auto model"}
 )
 @pytest.mark.parametrize(
     "order",
-    [there_and_back, pytest.param(every_pair, marks=pytest.mark.ci)],
+    [there_and_back, pytest.param(every_pair, marks=pytest.mark.slow)],
     ids=lambda one: one.__name__,
 )
 def test_each_use_after_others(
