@@ -135,3 +135,13 @@ def test_features_are_kept_up_to_the_bytes_and_no_further(
             assert encoder.features(given).shape == (4, DIM)
         assert len(runs) == 2 - kept
     assert VisionEncoder(package)._max_cached_bytes == 256 * 1024 * 1024
+
+
+def test_a_stopped_encoder_runs_for_no_further_image(package: Package) -> None:
+    encoder, first = VisionEncoder(package), image(package, 8, 8)
+    features = encoder.features(first)
+    encoder.stop()
+    for _ in range(2):
+        with pytest.raises(QsampleError, match="cannot read an image"):
+            encoder.features(image(package, 12, 8, seed=1))
+    assert encoder.features(first) is features, "what is kept needs no run"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qsample.errors import ArgumentError, EngineClosedError
+from qsample.images import worker as worker_module
 from qsample.images.decode import ImageLimits
 from qsample.images.processing import ImageProcessor
 from qsample.images.worker import ImageWorker
-from qsample.package.package import read_package
+from qsample.package.package import Package, read_package
 from tests.helpers import hostile_images
+from tests.helpers.fake_images import AXIAL, ROWS
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +28,29 @@ def worker() -> Iterator[ImageWorker]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "qwen2_vl"])
-def processor(request: pytest.FixtureRequest, image_package: Callable[..., Path]) -> ImageProcessor:
-    made = ImageProcessor.of(read_package(image_package(request.param)))
+@pytest.fixture(
+    params=[
+        "rows",
+        "axial",
+        pytest.param("smolvlm", marks=pytest.mark.ci),
+        pytest.param("qwen2_vl", marks=pytest.mark.ci),
+    ]
+)
+def processor(
+    request: pytest.FixtureRequest,
+    fake: Callable[..., Package],
+    image_package: Callable[..., Path],
+) -> ImageProcessor:
+    shapes = {"rows": ROWS, "axial": AXIAL}
+    if request.param in shapes:
+        package = fake(image=shapes[request.param])
+    else:
+        package = read_package(image_package(request.param))
+    made = ImageProcessor.of(package)
     assert made is not None
     return made
 
 
-@pytest.mark.ci
 def test_the_numbers_are_those_of_this_process(
     worker: ImageWorker, processor: ImageProcessor
 ) -> None:
@@ -55,7 +73,6 @@ def test_the_numbers_are_those_of_this_process(
     assert worker.size(file, "image 0") == (70, 50)
 
 
-@pytest.mark.ci
 def test_arguments_make_the_same_processor(processor: ImageProcessor) -> None:
     made = ImageProcessor.of_arguments(json.loads(json.dumps(processor.arguments)))
     file = hostile_images.photo(90, 70)
@@ -108,3 +125,32 @@ def test_a_closed_worker_reads_no_more() -> None:
         with pytest.raises(EngineClosedError, match="the server ends"):
             made.size(hostile_images.large_png(9, 8), "image 0")
     assert made._process._process is None
+
+
+def test_an_image_has_time_and_memory_by_its_size(
+    processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second for a header, 0.15 s a megapixel as it is and as it is resized; 12 and 96 bytes a pixel."""
+    seconds: list[float] = []
+    num_bytes: list[int] = []
+
+    @contextmanager
+    def processor_time(limit: float) -> Iterator[None]:
+        seconds.append(limit)
+        yield
+
+    monkeypatch.setattr(worker_module, "processor_time", processor_time)
+    monkeypatch.setattr(worker_module, "limit_memory", num_bytes.append)
+    limits = ImageLimits(2 << 20, 4_000_000)
+    file = hostile_images.large_png(2000, 1500)
+    read = worker_module._read_image
+    assert read({"name": "image 0"}, file, limits).fields == {"size": [2000, 1500]}
+    assert (seconds, num_bytes) == ([0.5], [64 << 20])
+    seconds.clear()
+    num_bytes.clear()
+    answer = read({"name": "image 0", "processor": processor.arguments}, file, limits)
+    layout = processor.layout(2000, 1500)
+    resized = layout.width * layout.height
+    assert seconds == [0.5, pytest.approx(0.5 + 0.15 * (3 + resized / 1e6))]
+    assert num_bytes == [64 << 20, (64 << 20) + 12 * 3_000_000 + 96 * resized]
+    assert answer.parts[0] == processor.process(file).key
