@@ -20,7 +20,6 @@ from qsample.errors import PackageError, QsampleError
 from qsample.models import cache
 from qsample.models.cache import LIMIT_VARIABLE, Recipe, entries, open_cached
 from qsample.package import package as package_module
-from qsample.package.package import Package
 
 ROOT = Path(__file__).resolve().parents[2]
 # Opens an entry that is copied from argv[1]. It says where it is, and goes on after each line that it reads.
@@ -47,17 +46,6 @@ package, holding = open_cached(Recipe(sys.argv[2], {}), make, lambda stage, frac
 print(package.path, flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def source(fake: Callable[..., Package]) -> Path:
-    return fake().path
 
 
 @contextmanager
@@ -373,9 +361,9 @@ def shared_cache(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     (folder / "cache").mkdir()
     (folder / "cache").chmod(0o1777)
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(folder / "cache"))
-    # Other users may not read where the tests are.
+    # Other users may read neither where the tests are nor what is installed for them.
     monkeypatch.setattr(cache, "_code", lambda: "code")
-    cache._runtime()
+    monkeypatch.setattr(cache, "_runtime", lambda: "onnxruntime")
     yield folder / "cache", folder / "source"
     shutil.rmtree(folder)
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,7 @@ import pytest
 from qsample.errors import QsampleError
 from qsample.models import cache
 from qsample.models.cache import Recipe, entries, open_cached, remove, size_limit
-from qsample.package.package import Package
 from qsample.progress import Stage
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def source(fake: Callable[..., Package]) -> Path:
-    return fake().path
 
 
 def made(source: Path, name: str, *, used: int, model: str = "") -> Path:
