@@ -48,6 +48,7 @@ MEMORY: Final = 8 << 30  # bytes of a test process: a bug may allocate without e
 # The quick tests catch most bugs, so they come first.
 KINDS_OF_TESTS: Final = ("not slow and not ci and not real", "ci and not slow")
 NO_TESTS: Final = 5  # pytest's exit status if it finds none
+NO_VERDICT: Final = "no verdict: the tests fail without the bug, too"
 Change = tuple[
     ast.AST, ast.AST | None
 ]  # a node, and its replacement; None for a statement that is left out
@@ -283,7 +284,7 @@ def run_tests(
 
 
 def caught_by(tree: Path, plant: Plant, tests: list[str], limit: float) -> str | None:
-    """The test that catches a bug, or how else it is caught; None if it is missed."""
+    """The test that catches a bug, how else it is caught, or NO_VERDICT; None if it is missed."""
     path = tree / plant.module
     path.write_text(plant.after, "utf-8")
     try:
@@ -300,7 +301,7 @@ def caught_by(tree: Path, plant: Plant, tests: list[str], limit: float) -> str |
     again, output = run_tests(tree, failed[:1] or tests, limit)
     if again != 0:
         print(f"The tests of {plant.module} fail without a bug, so they tell nothing:\n{output}")
-        return None
+        return NO_VERDICT
     if status is None:
         return "time"
     return failed[0] if failed else f"exit status {status}"
@@ -332,24 +333,24 @@ def drawn(root: Path, area: str, number: int, seed: int) -> tuple[list[Plant], i
 
 
 def try_area(root: Path, tree: Path, area: str, arguments: argparse.Namespace) -> int:
-    """Plant bugs in the modules of an area, and print and count those that were missed."""
+    """Plant bugs in the modules of an area. Returns the number that was not caught."""
     started = time.monotonic()
     chosen, possible = drawn(root, area, arguments.number, arguments.seed)
-    missed = 0
+    missed = unknown = 0
     for number, plant in enumerate(chosen, 1):
         catcher = caught_by(tree, plant, tests_of(tree, plant.module), arguments.limit)
         if catcher is None:
             missed += 1
             print(f"missed: {plant}", flush=True)
+        unknown += catcher == NO_VERDICT
         if arguments.table:
             with open(arguments.table, "a", encoding="utf-8") as table:
                 table.write(row(number, plant, catcher))
     seconds = time.monotonic() - started
-    share = (
-        f"{len(chosen)} bugs of {possible} possible, {len(chosen) - missed} caught, {missed} missed"
-    )
-    print(f"{area}: {share}; {seconds:.0f} s", flush=True)
-    return missed
+    caught = len(chosen) - missed - unknown
+    share = f"{len(chosen)} bugs of {possible} possible, {caught} caught, {missed} missed"
+    print(f"{area}: {share}, {unknown} without a verdict; {seconds:.0f} s", flush=True)
+    return missed + unknown
 
 
 TABLE_HEAD: Final = (
