@@ -19,10 +19,13 @@ from qsample.checks import (
     checked_timeout,
     choice,
     flag,
+    from_keywords,
+    instance,
     integer,
     is_integer,
     is_number,
     number,
+    plain,
     refuse,
 )
 from qsample.errors import ArgumentError, CompileError
@@ -151,3 +154,35 @@ def test_paths() -> None:
     assert as_path("folder", "a/b") == Path("a/b")
     assert as_path("folder", Path("a")) == Path("a")
     assert as_path("folder", ".") == Path()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keywords:
+    path: str | None = instance(str | None, "a text, or None", None, help="where")
+    count: int = integer(0, 1, 9, "1 to 9", metavar="N")
+    share: float = number(-1.0, 0, 1, "0 to 1")
+    mode: str | None = choice("a", ["a", "b"], optional=True)
+    on: bool | None = flag(None)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_a_default_may_lie_outside_the_limits() -> None:
+    assert from_keywords(_Keywords, "load", {}) == _Keywords()
+    options = from_keywords(_Keywords, "load", {"path": "x", "count": 9, "share": 1, "mode": None})
+    assert (options.path, options.count, options.share, options.mode) == ("x", 9, 1.0, None)
+    assert type(options.share) is float
+    fields = _Keywords.__dataclass_fields__
+    assert fields["count"].metadata["limits"] == (1, 9, "1 to 9", int)
+    assert fields["share"].metadata["limits"] == (0, 1, "0 to 1", float)
+    assert (fields["path"].metadata["help"], fields["count"].metadata["metavar"]) == ("where", "N")
+    for name, value in (("path", 5), ("count", 10), ("share", 1.5), ("mode", "c"), ("on", 0)):
+        with pytest.raises(ArgumentError, match=f"^{name} is "):
+            from_keywords(_Keywords, "load", {name: value})
+    with pytest.raises(TypeError, match="load has no argument 'cont'; did you mean 'count'"):
+        from_keywords(_Keywords, "load", {"cont": 5})
+    assert (plain(np.array([1, 2])), plain(np.int32(3)), plain("a")) == ([1, 2], 3, "a")
+    with pytest.raises(ArgumentError) as raised:
+        refuse("name of it", 5, "a text")
+    assert (str(raised.value), raised.value.argument) == ("name of it is 5; give a text", "name")

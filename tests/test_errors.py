@@ -69,7 +69,7 @@ def test_a_failure_raises_new_errors_with_its_cause() -> None:
     assert str(first) == failure.message
     assert first.__cause__ is cause
     (note,) = first.__notes__
-    assert note.startswith("Traceback")
+    assert note.startswith('Traceback (most recent call last):\n  File "')
     assert note.endswith("LookupError: why")
     assert errors.Failure.of(errors.QsampleError, "({})", LookupError()).message == "(LookupError)"
     long = errors.Failure.of(errors.QsampleError, "{}", LookupError("x" * 600))

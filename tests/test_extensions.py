@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qsample import extensions
+from qsample.errors import QsampleError
 from qsample.extensions import TARGETS, extension_names, load_extension
 
 OWN = SimpleNamespace(name="qsample-onnx")
@@ -71,3 +72,16 @@ def test_an_installed_package_reads_its_metadata(
     assert extension_names(TARGETS) == ["cpu"]
     with pytest.raises(KeyError):
         load_extension(TARGETS, "cuda")
+
+
+def test_two_distributions_with_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may register the same object, but no other one; one of the checkout has no distribution."""
+    own, more = entry("npu", "json:dumps", OTHER), SimpleNamespace(name="more")
+    install(monkeypatch, own, entry("npu", "json:dumps", more))
+    assert load_extension(TARGETS, "npu").__name__ == "dumps"
+    for name, first in (("npu", r"npu-target \(json:dumps\)"), ("cpu", r"qsample\.\S+")):
+        extensions._entry_points.cache_clear()
+        install(monkeypatch, own, entry(name, "json:loads", more))
+        wanted = rf"^{first} and more \(json:loads\) both register '{name}'"
+        with pytest.raises(QsampleError, match=wanted):
+            extension_names(TARGETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -12,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsample.limited_process import Ask, LimitedProcess, Message, ProcessEndedError
+from qsample.limited_process import (
+    Ask,
+    LimitedProcess,
+    Message,
+    ProcessEndedError,
+    limit_memory,
+    processor_time,
+)
+from tests.helpers.small_packages import throw
 
 CHILD = "tests.helpers.limited_child"
 
@@ -149,3 +158,43 @@ def test_a_greeting_that_fails_ends_the_process() -> None:
         with pytest.raises(ProcessEndedError):
             asked(process)
         assert process._process is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_what_a_process_is_limited_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses, in addition to those that it has; its stack, half of that of a server's
+    threads; and no dump of its memory."""
+    import resource
+
+    limits: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
+    has = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    limit_memory(1 << 40)
+    (kind, (most, highest)), *others = limits
+    assert (kind, highest) == (resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    assert abs(most - (1 << 40) - has) < 1 << 28
+    assert others == [
+        (resource.RLIMIT_STACK, (4 * 1024 * 1024, resource.RLIM_INFINITY)),
+        (resource.RLIMIT_CORE, (0, 0)),
+    ]
+    limits.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", lambda *given, **more: throw(FileNotFoundError()))
+        limit_memory(1 << 40)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    limit_memory(1 << 40)
+    assert limits == []
+
+
+def test_processor_time_ends_with_the_work_even_if_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timers: list[Any] = []
+    monkeypatch.setattr(signal, "setitimer", lambda *given: timers.append(given))
+    with pytest.raises(LookupError), processor_time(0.5):
+        raise LookupError
+    assert timers == [(signal.ITIMER_PROF, 0.5), (signal.ITIMER_PROF, 0)]
+    monkeypatch.setattr(sys, "platform", "win32")
+    with processor_time(0.5):
+        pass
+    assert len(timers) == 2

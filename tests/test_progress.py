@@ -5,6 +5,7 @@ Costs are compared with clocks, memory and storage that the tests measure themse
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
@@ -14,6 +15,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,3 +216,65 @@ def test_the_last_of_several_threads_restores_the_setting() -> None:
     thread.join()
     assert held[2] > before[2]
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+@pytest.mark.parametrize("terminal", [None, False, True])
+@pytest.mark.parametrize("hidden", [None, "", "0"])
+def test_where_a_bar_is_shown_and_what_is_drawn(
+    notebook: bool, terminal: bool | None, hidden: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, float]] = []
+
+    class Bar(contextlib.nullcontext[Any]):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(self)
+            self.n = 0.0
+
+        def set_description_str(self, text: str, refresh: bool = True) -> None:
+            self.text = text
+            if refresh:
+                self.refresh()
+
+        def refresh(self) -> None:
+            drawn.append((self.text, self.n))
+
+    modules = {"tqdm": SimpleNamespace(), "tqdm.auto": SimpleNamespace(tqdm=Bar)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    monkeypatch.setattr(sys, "stderr", {True: Terminal(), False: io.StringIO()}.get(terminal))  # type: ignore[arg-type]
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", hidden)
+    with shown(None) as report:
+        report(Stage.TESTING, 0.25)
+    is_visible = (notebook or terminal is True) and not hidden
+    assert drawn == [("starting", 0.0), ("self-test", 0.25)] * is_visible
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with shown(None) as report:
+        assert report is unreported, "without tqdm"
+
+
+def test_costs_together() -> None:
+    """Times and bytes add up, the peaks are the larger ones; a figure that is unknown once is unknown."""
+    one = StageCost("one", 1.0004, 0.25, 10, 1, 500, 90)
+    two = StageCost("two", 2.0023, 0.5, 20, 2, 400, 95)
+    assert total([one, two]) == StageCost("total", 3.003, 0.75, 30, 3, 500, 95)
+    for name in ("bytes_written", "peak_resident_bytes", "peak_anonymous_bytes"):
+        unknown: dict[str, Any] = {name: None}
+        found = total([one, replace(two, **unknown)], "name")
+        assert found == replace(total([one, two], "name"), **unknown)
+    assert total([]) == StageCost("total", 0, 0, None, None, None, None)
+
+
+def test_the_sampler_of_memory_ends_with_the_work() -> None:
+    before = {*threading.enumerate()}
+    work = metered(None)
+    work.__enter__()
+    (sampler,) = {*threading.enumerate()} - before
+    assert sampler.daemon, "it keeps no interpreter alive"
+    assert not work.__exit__(LookupError, LookupError(), None), "the error goes on"
+    assert not sampler.is_alive()

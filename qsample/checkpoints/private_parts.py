@@ -62,9 +62,11 @@ PARTS: Final = {
 def check_private_parts() -> None:
     """Raise QsampleError for a part that an installed library lacks, ModuleNotFoundError for a
     missing library."""
+    # First of all: without torch, the parts of transformers cannot be imported either.
+    for library in RANGES:
+        import_module(library)
     for module, names in PARTS.items():
         library = module.partition(".")[0]
-        import_module(library)
         try:
             attrgetter(*names.split())(import_module(module))
         except (ImportError, AttributeError) as error:

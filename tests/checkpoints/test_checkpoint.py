@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from qsample import AutoModelForCausalLM
 from qsample.checkpoints import checkpoint as checkpoint_module
-from qsample.checkpoints.checkpoint import Checkpoint
+from qsample.checkpoints.checkpoint import Checkpoint, transformers_generation_config
 from qsample.checkpoints.source import HubOptions
 from qsample.errors import QsampleError, UnsupportedModelError
 from tests.helpers.tiny_models import random_model, save_checkpoint
@@ -287,3 +287,43 @@ def test_a_checkpoint_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (fractions[0], fractions[-1]) == (0.0, 1.0)
         assert fractions == sorted(fractions)
         assert [stage for stage, _ in reports].count("done") == 1
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32"), (None, "float32")],
+)
+def test_the_dtype_that_holds_what_is_stored(
+    stored: str | None, dtype: str, tmp_path: Path
+) -> None:
+    """Of a model of texts, or of the texts of a model that reads more."""
+    path = configured(tmp_path, dtype=stored)
+    assert (Checkpoint(path, "auto").dtype, Checkpoint(path).dtype) == (dtype, "float32")
+    text = {**random_model("gemma3_text").config.to_dict(), "dtype": stored}
+    both = {"model_type": "gemma3", "dtype": None, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    assert Checkpoint(str(tmp_path), "auto", text_only=True).dtype == dtype
+
+
+@pytest.mark.parametrize("more", [0, -1])
+def test_a_model_of_more_than_twice_its_weights(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused by its size before memory is taken, up to a number that may be missing."""
+    path = configured(tmp_path, num_hidden_layers=9)
+    held = sum(one.numel() for one in load_file(Path(path) / "model.safetensors").values())
+    size = Checkpoint(path).outline.size
+    assert size > 2 * held
+    monkeypatch.setattr(checkpoint_module, "_MAX_MISSING_NUMBERS", size - 2 * held + more)
+    said = (
+        "holds no model.layers" if more == 0 else f"has {size} numbers by its .* hold {held}; give"
+    )
+    with pytest.raises(QsampleError, match=said):
+        Checkpoint(path).load(scratch=tmp_path)
+
+
+def test_settings_that_transformers_would_not_save() -> None:
+    config = transformers_generation_config({"temperature": 0.5, "do_sample": True})
+    assert (config.temperature, config.do_sample) == (0.5, True)
+    with pytest.raises(QsampleError, match=r"model\.generation_config cannot be exported: "):
+        transformers_generation_config({"temperature": 0.5, "do_sample": False})

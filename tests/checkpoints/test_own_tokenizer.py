@@ -154,6 +154,17 @@ def test_a_file_that_says_the_same_changes_nothing(tmp_path: Path) -> None:
             assert tokens(opened.tokenizer) == tokens(own)
 
 
+def test_a_class_that_reads_the_file_as_it_is_is_left_alone(tmp_path: Path) -> None:
+    """Whatever the configuration states: the class has passed over it."""
+    own = of_words()
+    opened = checkpoint(
+        tmp_path, own, tokenizer_class="PreTrainedTokenizerFast", strip_accents=True
+    )
+    assert (
+        tokens(opened.tokenizer) == tokens(own) == tokens(AutoTokenizer.from_pretrained(tmp_path))
+    )
+
+
 def test_options_that_the_configuration_states_are_kept(tmp_path: Path) -> None:
     """As in transformers 4, which read the rest from the file."""
     own = of_words()

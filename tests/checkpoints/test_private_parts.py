@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qsample import AutoModelForCausalLM
-from qsample.checkpoints.private_parts import PARTS, RANGES
+from qsample.checkpoints.private_parts import PARTS, RANGES, check_private_parts
 from qsample.errors import QsampleError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -69,3 +70,12 @@ def test_a_part_that_a_version_lacks(
         model.export(tmp_path / "package")
     assert RANGES[library] in str(error.value)
     assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("library", ["transformers", "torch", "onnxscript"])
+def test_a_library_that_is_missing_is_no_wrong_version(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=library):
+        check_private_parts()

@@ -20,6 +20,7 @@ from qsample.checkpoints import checkpoint as checkpoint_module
 from qsample.checkpoints.source import (
     HubOptions,
     check_exists,
+    download,
     files_of,
     identity_of,
     license_of,
@@ -439,3 +440,23 @@ def test_the_origin_for_a_manifest_is_the_same_on_every_machine(
     ):
         (snapshot / "README.md").write_text(text)
         assert license_of(files) == stated
+
+
+def test_a_file_that_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason; the options of the hub reach it."""
+    given: list[Any] = []
+
+    def refuse(name: str, file: str, **options: Any) -> str:
+        given.append((name, file, options))
+        if len(given) == 1:
+            return "/cache/file"
+        raise ConnectionError("no\n  route")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    hub = HubOptions(revision="v2", token="hf_secret", local_files_only=True)
+    assert download("me/model", "w.gguf", hub) == Path("/cache/file")
+    with pytest.raises(
+        QsampleError, match=r"does not give w\.gguf of me/model \(no route\); download"
+    ):
+        download("me/model", "w.gguf", hub)
+    assert given == [("me/model", "w.gguf", hub.downloading())] * 2

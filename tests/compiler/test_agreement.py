@@ -296,6 +296,29 @@ def test_how_far_logits_may_differ() -> None:
                 agreement._compare_logits(texts, others)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_scores_that_are_not_those_of_the_logits(rows: int) -> None:
+    """A thousandth of the largest logit may differ, and NaN must not pass."""
+
+    def device(error: float) -> Any:
+        def step(ids: Any, lengths: Any, state: Any, given: Any) -> dict[str, Any]:
+            assert (state, lengths.tolist()) == (rows, [3, 1, 1, 3][:rows])
+            assert given["scored_places"].tolist() == [2, 3, 6, 11][:rows]
+            logits = np.zeros((rows, 50), np.float32)
+            logits[:, 7] = 20.0
+            wanted = np.where(given["scored_ids"] == 7, 0.0, -20.0)[:, None]
+            return {"logits": logits, "prompt_logprobs": wanted + error}
+
+        return SimpleNamespace(start=lambda rows: rows, step=step)
+
+    agreement._check_scores(device(0.019), plan_of(), rows)
+    for error in (0.021, np.nan):
+        with pytest.raises(
+            CompileError, match=r"prompt_logprobs differ .* more than 0\.02; export"
+        ):
+            agreement._check_scores(device(error), plan_of(), rows)
+
+
 def test_without_a_sampler_the_largest_logit_counts() -> None:
     found = agreement._sampled([call_of(1, 5, 2), call_of(7, 5, 2)], plan_of(), None, [0])
     assert [tokens.tolist() for tokens in found] == [[1], [0]]

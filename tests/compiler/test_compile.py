@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
+import qsample
 from qsample import AutoModelForCausalLM
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
-from qsample.errors import CompileError
-from qsample.package.package import read_package
+from qsample.errors import CompileError, PackageError
+from qsample.package.package import Package, read_package
+from qsample.progress import Stage
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18]]
 
@@ -80,7 +83,13 @@ def test_manifest_says_where_every_node_runs(compiled: Path) -> None:
     nodes = list(ir.load(compiled / "decoder.onnx").graph.all_nodes())
     assert set(compilation.placement) == {"CPUExecutionProvider"}
     assert sum(compilation.placement["CPUExecutionProvider"].values()) == len(nodes)
-    assert compilation.self_test["agreeing"] == compilation.self_test["tokens"] == 16
+    assert compilation is not None
+    assert compilation.self_test == {"tokens": 16, "agreeing": 16, "replayed": 0}
+    assert compilation.options == {"batch_size": 4, "ctx_len": 96}
+    assert compilation.versions == {"qsample": qsample.__version__, "onnxruntime": ort.__version__}
+    assert compilation.execution_providers == ("CPUExecutionProvider",)
+    assert (compilation.provider_options, compilation.parts) == ({}, ())
+    assert (compilation.quantization, compilation.least_onnxruntime) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -125,3 +134,26 @@ def test_a_checkpoint_is_exported_in_the_dtype_that_it_is_compiled_for(
     assert half.package.interface.dtype == "float16"
     tokens = half.generate([PROMPTS[0]], do_sample=False, max_new_tokens=4).token_ids
     assert np.shape(tokens) == (1, 4)
+
+
+def test_a_quantized_package_and_its_stages(small: Package, tmp_path: Path) -> None:
+    """What is there already stays, the package's own source above all."""
+    told: list[tuple[str, float]] = []
+    options = CompileOptions(ctx_len=24, weights="int8", kv_cache_dtype="int8")
+    compiled = compile_package(
+        small, tmp_path / "out", options, progress=lambda *given: told.append(given)
+    )
+    stages = [Stage.OPTIMISING, Stage.MEASURING_CACHE, Stage.WRITING_GRAPH, Stage.TESTING]
+    stages += [Stage.DIVERGENCE, Stage.PUBLISHING, Stage.DONE]
+    assert list(dict.fromkeys(stage for stage, _ in told)) == stages
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert compiled.manifest.compilation is not None
+    figures = compiled.manifest.compilation.quantization
+    assert figures is not None
+    assert figures["divergence"]["tokens"] > 0
+    assert figures["kv_cache_dtype"] == "int8"
+    for path, message in ((tmp_path / "out", "already holds"), (small.path, "is made from")):
+        with pytest.raises(PackageError, match=message):
+            compile_package(small, path, options, overwrite=path == small.path)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 from qsample import cli
 from qsample.compiler.compile import compile_package
-from qsample.compiler.debug_dump import read_counts
+from qsample.compiler.debug_dump import DebugDump, read_counts
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import make_plan
 from qsample.compiler.targets.cpu import TARGET
 from qsample.errors import CompileError
 from qsample.package.package import Package
 from tests.helpers.fake_package import fake_package
+from tests.helpers.small_graphs import normal, small_graph
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,32 @@ def test_large_weights_are_left_out_and_small_ones_kept(portable: Package, tmp_p
             assert size <= 1024
             if tensor.external_data:
                 assert tensor.external_data[0].value == "weights-left-out"
+
+
+def test_what_is_left_of_a_weight(tmp_path: Path) -> None:
+    """Of more than 1,024 bytes, where in a file it would lie; the model keeps its numbers."""
+    weights = {"most": normal(256), "large": normal(257)}
+    model = small_graph(
+        "g (float[1] x, float[256] most, float[257] large) => (float[1] y) { y = com.microsoft.Gelu (x) }",
+        constants=weights,
+    )
+    dump = DebugDump(tmp_path / "new" / "dump")
+    dump.write("first", model)
+    graph = onnx.load(tmp_path / "new/dump/00-first.onnx", load_external_data=False).graph
+    places = {
+        tensor.name: {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in graph.initializer
+    }
+    place = {"location": "weights-left-out", "offset": "0", "length": "1028"}
+    assert places == {"most": {}, "large": place}
+    for name, array in weights.items():
+        kept = model.graph.initializers[name].const_value
+        assert kept is not None
+        np.testing.assert_array_equal(kept.numpy(), array)
+    entry = {"phase": "first", "file": "00-first.onnx", "nodes": 1}
+    assert read_counts(tmp_path / "new" / "dump") == [
+        {**entry, "operators": {"com.microsoft::Gelu": 1}}
+    ]
 
 
 def test_places_that_cannot_be(portable: Package, tmp_path: Path) -> None:

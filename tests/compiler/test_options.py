@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -69,6 +70,13 @@ from qsample.errors import CompileError
             "read with .* and preset='balanced' or 'speed'; leave",
         ),
         ({"preset": "speed", "calibration_text": "text"}, "calibration_text is only read with"),
+        (
+            {"num_speculative_tokens": 65},
+            "num_speculative_tokens is 65; give the most tokens .* 64",
+        ),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1"),
+        ({"num_devices": 0}, "num_devices is 0; give the number of devices"),
+        ({"sliding_window_cache": 1}, "sliding_window_cache is 1"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
@@ -110,3 +118,55 @@ def test_they_are_public_and_need_nothing_of_the_export_side() -> None:
 @pytest.mark.parametrize("block_size", [None, 32, 64, 128])
 def test_blocks_of_two_bits(block_size: int | None) -> None:
     assert CompileOptions(weights="int2", block_size=block_size).block_size == block_size
+
+
+DEFAULTS = {
+    **dict.fromkeys(("batch_size", "ctx_len", "dtype", "weights", "block_size")),
+    **dict.fromkeys(("calibration_text", "kv_cache_dtype", "debug_dump")),
+    "provider": "cpu",
+    "preset": "quick",
+    "sliding_window_cache": True,
+    "num_speculative_tokens": 0,
+    "num_devices": 1,
+    "max_divergence": 0.7,
+}
+
+
+def test_defaults_say_nothing() -> None:
+    options = CompileOptions()
+    assert {entry.name: getattr(options, entry.name) for entry in fields(options)} == DEFAULTS
+    assert options.described() == {}
+    assert [entry.name for entry in fields(options) if not entry.metadata.get("help")] == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"batch_size": size} for size in (1, 2**31 - 1)),
+        *({"ctx_len": length} for length in (2, 2**31 - 1)),
+        *({"num_speculative_tokens": count} for count in (1, 64)),
+        {"num_devices": 2**31 - 1, "sliding_window_cache": False},
+        *({"max_divergence": most} for most in (0.0, math.inf)),
+        {"weights": "int4", "preset": "balanced", "block_size": 256, "kv_cache_dtype": "int4"},
+    ],
+)
+def test_all_but_defaults_is_described(options: dict[str, Any]) -> None:
+    """Up to the limits, for a manifest."""
+    assert CompileOptions(**options, debug_dump="dump").described() == options
+
+
+@pytest.mark.parametrize(
+    ("options", "quantizes", "bits", "calibrated"),
+    [
+        ({}, False, 4, False),
+        ({"weights": "float16"}, False, 4, False),
+        ({"weights": "int8"}, True, 8, False),
+        ({"weights": "int2", "preset": "speed"}, True, 2, True),
+        ({"weights": {"lm_head": "float"}, "preset": "balanced"}, True, 4, True),
+    ],
+)
+def test_what_becomes_of_weights(
+    options: dict[str, Any], quantizes: bool, bits: int, calibrated: bool
+) -> None:
+    made = CompileOptions(**options)
+    assert (made.quantizes, made.bits, made.calibrated) == (quantizes, bits, calibrated)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qsample.compiler import own_text
-from qsample.compiler.own_text import Opening, opening_of, random_starts, write_text
+from qsample.compiler.own_text import Opening, opening_of, random_starts, sampled, write_text
 from qsample.contract.arrays import Array
+from qsample.errors import CompileError
 from qsample.package.divergence import CHATS, DOCUMENTS, RANDOM_STARTS
 from qsample.package.package import Package, read_package
 from qsample.request.text.chat import ChatTemplates
@@ -106,7 +108,7 @@ def test_a_chat_begins_as_its_template_has_it(
     tokenizer = Tokenizer.of(package)
     assert tokenizer is not None
     opening = opening_of(package, 256)
-    assert opening.text == CHATS
+    assert (opening.text, opening.temperature) == (CHATS, 0.7)
     assert tokenizer.decode(opening.ids, skip_special_tokens=False) == "rules <user>"
     assert [tokenizer.decode(ids, skip_special_tokens=False) for ids in opening.turns] == [
         "</s>\n<assistant>",
@@ -140,8 +142,11 @@ def test_a_template_that_fills_the_context(
     bundled_package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = with_template(read_package(bundled_package), "word " * 40 + ASKED, monkeypatch)
-    assert opening_of(package, 256).text == CHATS
-    assert opening_of(package, 48).text == DOCUMENTS
+    opening = opening_of(package, 256)
+    assert opening.text == CHATS
+    half = len(opening.ids)  # of the context
+    assert opening_of(package, 2 * half).text == CHATS
+    assert opening_of(package, 2 * half - 1).text == DOCUMENTS
 
 
 @pytest.mark.parametrize(
@@ -160,3 +165,41 @@ def test_models_without_a_first_or_a_stop_token(
     assert opening.turns == (((5, 0),) if bos is not None and eos else ())
     if bos is None:
         assert opening == random_starts(package)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 512, 1300])
+def test_tokens_are_drawn_as_in_float64(vocab_size: int) -> None:
+    """By inverse CDF: the first token whose running sum is above the number drawn."""
+    logits = np.random.default_rng(0).normal(0, 3, (300, vocab_size)).astype(np.float32)
+    logits[:100, : vocab_size // 2] = -np.inf
+    ends = np.exp(logits.astype(np.float64)).cumsum(1)
+    wanted = (ends <= np.random.default_rng(5).random((300, 1)) * ends[:, -1:]).sum(1)
+    found = sampled(logits, np.random.default_rng(5))
+    assert (found == wanted).mean() > 0.99, "float32 may round a sum to the other side"
+    for drawn, least, most in ((0.0, vocab_size // 2, vocab_size // 2), (1.0, 0, vocab_size - 1)):
+        rng: Any = SimpleNamespace(random=lambda shape, drawn=drawn: np.full(shape, drawn))
+        tokens = sampled(logits[:100], rng)
+        assert least <= tokens.min() <= tokens.max() <= most
+
+
+@pytest.mark.parametrize("row", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf], [1.0, -np.inf]])
+def test_logits_that_are_numbers(row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are divided by the temperature; a masked token is none that could be chosen."""
+    seen: list[Array] = []
+
+    def choose(logits: Array, rng: object) -> Array:
+        seen.append(logits)
+        return np.array([0])
+
+    monkeypatch.setattr(own_text, "sampled", choose)
+    opening = Opening(DOCUMENTS, (1,), (), 0.5, ())
+
+    def step(ids: Array, lengths: Array) -> dict[str, Array]:
+        return {"logits": np.array([row], np.float32)}
+
+    if row == [1.0, -np.inf]:
+        write_text(step, opening, 2, rows=1, tokens=1, seed=0)
+        assert seen[0].tolist() == [[2.0, -np.inf]]
+        return
+    with pytest.raises(CompileError, match="logits that are not numbers, so no text"):
+        write_text(step, opening, 2, rows=1, tokens=1, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,14 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.pipeline import apply, lean_phases, quantization_phases
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.contract.arrays import Array
-from qsample.contract.interface import ImageShape, Interface, KeyValueShape, RecurrentShape
-from qsample.contract.tensors import BLOCK_SIZES
+from qsample.contract.interface import (
+    AdapterTarget,
+    ImageShape,
+    Interface,
+    KeyValueShape,
+    RecurrentShape,
+)
+from qsample.contract.tensors import BLOCK_SIZES, HOST_AXES
 from qsample.graph.edit import fix_axes
 from qsample.graph.join import cut_at_logits
 from qsample.graph.runner import GraphRunner
@@ -133,7 +140,7 @@ def plan_of(interface: Interface = INTERFACE, parity: Any = None, **options: Any
     return make_plan(package, CompileOptions(ctx_len=32, **options))
 
 
-FITTED = {"weights": "int4", "preset": "speed"}
+FITTED: dict[str, Any] = {"weights": "int4", "preset": "speed"}
 
 
 @pytest.mark.parametrize(
@@ -347,3 +354,85 @@ def test_windows_of_a_cache_are_noted_in_the_interface(monkeypatch: pytest.Monke
     assert asked == [32]
     assert [shape.capacity for shape in build.plan.interface.key_values] == [None, 8]
     assert [shape.head_dim for shape in build.plan.interface.key_values] == [8, 16]
+
+
+def test_what_weights_are_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build's texts, from empty caches; states of recurrent layers are not among these."""
+    recurrent = (RecurrentShape(2, "conv_state", 0, (4,), "float32"),)
+    plan = plan_of(Interface(9, INTERFACE.key_values, recurrent=recurrent), **FITTED)
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(pipeline, "quantize_weights", lambda model, **given: got.update(given))
+    stages: Any = SimpleNamespace(begin=lambda stage: stage)
+    model = small_graph("g (float[2] x) => (float[2] y) { y = Neg (x) }")
+    texts = [np.arange(3)]
+    build = pipeline.Build(plan, stages, Path("/a"), Path("/scratch"), model, texts=texts)
+    pipeline.quantize_matrices(build, pads=True)
+    assert got["calibrate"].func.__name__ == "calibrated_levels"
+    calibration = got["calibrate"].keywords["calibration"]
+    assert (calibration.sequences, calibration.folder) == (texts, Path("/scratch"))
+    assert calibration.progress == Stage.FITTING
+    assert list(calibration.caches) == [
+        f"past_key_values.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")
+    ]
+    assert calibration.axes["T"] == 32
+    assert {calibration.axes[axis] for axis in HOST_AXES} == {1}
+    assert calibration.axes.items() >= plan.source.interface.sizes.items()
+
+
+def test_what_is_taken_out_is_put_back_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was noted; a model without adapters has none to look for."""
+    done: list[Any] = []
+
+    def noting(name: str) -> Callable[..., str]:
+        def note(*given: Any) -> str:
+            done.append((name, *given))
+            return f"{name}'s"
+
+        return note
+
+    names = ("split_adapters", "join_adapters", "cut_image_blocks", "see_whole_images")
+    for name in (*names, "save_graph", "fold_constants"):
+        monkeypatch.setattr(pipeline, name, noting(name))
+    monkeypatch.setattr(pipeline, "split_at_logits", lambda model, face: ("first", "sampler"))
+    adapted = replace(INTERFACE, adapters=(AdapterTarget("layers.0.q", 4, 4),))
+    model: Any = "model"
+    for interface, found in ((INTERFACE, False), (adapted, True)):
+        plan = plan_of(interface)
+        nothing: Any = None
+        build: Any = pipeline.Build(plan, nothing, Path("/a"), nothing, model)
+        pipeline.fold_sampler(build)
+        for phase in (pipeline.cut_adapters, pipeline.put_adapters):
+            phase(build)
+        given: list[Any] = [("split_adapters", "model", interface)]
+        given += [("join_adapters", "model", plan.interface, "split_adapters's")]
+        assert done == (given if found else [])
+        done.clear()
+    for phase in (pipeline.cut_blocks, pipeline.put_blocks, pipeline.save, pipeline.split_sampler):
+        phase(build)
+    pipeline.fold_sampler(build)
+    assert done == [
+        ("cut_image_blocks", "model"),
+        ("see_whole_images", "model", "cut_image_blocks's"),
+        ("save_graph", "model", Path("/a/decoder.onnx")),
+        ("fold_constants", "sampler"),
+    ]
+    assert build.weights_sha256 == "save_graph's"
+    assert (build.model, build.sampler) == ("first", "sampler")
+
+
+def test_a_build_begins_with_the_text_that_the_model_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of(**FITTED)
+    monkeypatch.setattr(pipeline, "own_text", lambda *given: given)
+    monkeypatch.setattr(pipeline, "load_graph", lambda path: path)
+    for name in ("widen_weights", "in_bytes"):
+        monkeypatch.setattr(pipeline, name, lambda model: None)
+    stages: Any = SimpleNamespace(begin=lambda stage: stage)
+    build: Any = pipeline.start(plan, stages, Path("/out"), Path("/scratch"))
+    assert (build.plan, build.texts) == (plan, (plan, Stage.WRITING_TEXT))
+    assert (build.folder, build.scratch, build.model) == (
+        Path("/out"),
+        Path("/scratch"),
+        plan.decoder,
+    )

@@ -10,9 +10,17 @@ import pytest
 
 from qsample import CompileOptions
 from qsample.compiler.plan import make_plan
+from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.compiler.targets.cpu import TARGET
-from qsample.contract.interface import Features, Interface, RecurrentShape
+from qsample.contract.interface import (
+    Features,
+    ImageShape,
+    Interface,
+    KeyValueShape,
+    RecurrentShape,
+)
 from qsample.errors import CompileError
+from qsample.package.manifest import Compilation
 from qsample.package.package import Package
 from tests.helpers.small_packages import INTERFACE, manifest
 
@@ -137,6 +145,25 @@ RECURRENT = replace(
             {"kv_cache_dtype": "int8"},
             "1 of its states are no keys or values",
         ),
+        (
+            {
+                "interface": replace(
+                    INTERFACE, key_values=(KeyValueShape(2, 8), KeyValueShape(1, 7))
+                )
+            },
+            {"kv_cache_dtype": "int4"},
+            "'int4', two numbers in a byte, and this model has heads of 7 numbers; take 'int8'",
+        ),
+        (
+            {"interface": replace(INTERFACE, image=ImageShape(4, blockwise=True))},
+            {"kv_cache_dtype": "int4"},
+            "this model reads images whose tokens see each other; take 'int8'",
+        ),
+        (
+            {"kind": "device", "compilation": Compilation("cpu", (), None, 8, {}, {})},
+            {},
+            "/nowhere is already compiled; compile the portable package",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -173,3 +200,24 @@ def test_what_cannot_guess_is_refused(interface: Interface, message: str) -> Non
     )
     with pytest.raises(CompileError, match=message):
         TARGET.check(make_plan(package(interface=interface), options))
+
+
+def test_what_follows_from_a_plan() -> None:
+    options = CompileOptions(num_speculative_tokens=3, kv_cache_dtype="int8", batch_size=2)
+    plan = make_plan(package(), options)
+    assert plan.interface == replace(
+        plan.source.interface, features=replace(INTERFACE.features, num_speculative_tokens=3)
+    )
+    assert (plan.batch_size, plan.decoder) == (2, Path("/nowhere/decoder.onnx"))
+    assert plan.needs_new_attention
+    plain = make_plan(package(), CompileOptions(weights="int4", preset="balanced"))
+    assert (plain.needs_new_attention, plain.calibrated, plain.expert_weights) == (
+        False,
+        True,
+        WeightQuantization(4, 32, "gptq", zero_points=False),
+    )
+    assert plain.weights == WeightQuantization(4, 64, "gptq", zero_points=True)
+    slides = replace(plain.interface, key_values=(KeyValueShape(1, 8, capacity=16),))
+    assert replace(plain, interface=slides).needs_new_attention
+    half = make_plan(package(interface=INTERFACE), CompileOptions(weights="float16"))
+    assert (half.dtype, half.store_float16, half.quantized) == ("float16", False, False)

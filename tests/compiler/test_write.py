@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -37,6 +38,7 @@ from qsample.package.package import Package, read_package
 from qsample.runtime import load
 from tests.helpers.building import run_on
 from tests.helpers.sampling_cases import generate
+from tests.helpers.small_graphs import small_graph
 
 GRAPH = """
 <ir_version: 10, opset_import: ["" : 20]>
@@ -264,3 +266,49 @@ def test_a_tied_table_is_stored_once(
     }
     assert len(contents) == len(places)
     assert any(len(names) > 1 for names in places.values())
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1000, [96]),
+        (96, [96]),  # the whole is no longer than a part may be
+        (95, [64, 32]),
+        (48, [48, 48]),
+        (47, [32, 32, 32]),
+        (31, [32, 16, 16, 32]),  # a tensor is never cut
+    ],
+)
+def test_weights_are_cut_between_tensors(most: int, sizes: list[int], tmp_path: Path) -> None:
+    """The first file keeps its name; two constants of the same place stay one."""
+    numbers = np.arange(24, dtype=np.float32)
+    parts = {"a": (0, 8), "b": (8, 12), "c": (12, 16), "again": (12, 16), "d": (16, 24)}
+    given = ", ".join(f"float[{stop - start}] {name}" for name, (start, stop) in parts.items())
+    model = small_graph(
+        f"g (float[8] x, {given}) => (float[8] y) {{ y = Neg (x) }}",
+        constants={name: numbers[slice(*place)] for name, place in parts.items()},
+    )
+    (tmp_path / WEIGHTS).write_bytes(numbers.tobytes())
+    for name, (start, stop) in parts.items():
+        model.graph.initializers[name].const_value = ir.ExternalTensor(
+            WEIGHTS,
+            4 * start,
+            4 * (stop - start),
+            ir.DataType.FLOAT,
+            shape=ir.Shape([stop - start]),
+            name=name,
+            base_dir=tmp_path,
+        )
+    ir.save(model, tmp_path / DECODER)
+    build: Any = SimpleNamespace(
+        model=model, folder=tmp_path, decoder=tmp_path / DECODER, weights_sha256="ab"
+    )
+    context.cut_weights(build, most)
+    names = [WEIGHTS, *(f"decoder-{number}.onnx.data" for number in range(2, len(sizes) + 1))]
+    assert {path.name: path.stat().st_size for path in tmp_path.glob("*.data")} == dict(
+        zip(names, sizes, strict=True)
+    )
+    assert build.weights_sha256 == (None if len(sizes) > 1 else "ab")
+    for name, value in ir.load(tmp_path / DECODER).graph.initializers.items():
+        assert value.const_value is not None
+        np.testing.assert_array_equal(value.const_value.numpy(), numbers[slice(*parts[name])])

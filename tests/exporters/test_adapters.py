@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,12 +16,10 @@ from transformers import AutoModelForCausalLM as HuggingFace
 from transformers.pytorch_utils import Conv1D
 
 from qsample import AutoModelForCausalLM, SamplingParams
-from qsample.contract.interface import AdapterTarget, Features, Interface
-from qsample.errors import CompileError, UnsupportedModelError
-from qsample.exporters.lowering import adapt_layers
+from qsample.contract.interface import Interface
+from qsample.errors import CompileError
 from qsample.package.package import read_package
 from qsample.runtime import CausalLM, load
-from qsample.transforms.markers import ADAPTED_PATH
 from tests.helpers.adapters import lora_pair, save_adapter
 from tests.helpers.quantized_checkpoints import Scheme, save_quantized
 from tests.helpers.tiny_models import FAMILIES, save_checkpoint
@@ -201,49 +198,6 @@ def test_the_manifest_names_the_layers(package: Path) -> None:
     kinds = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert [*read_package(package).interface.adapter_kinds] == kinds
     assert len(data["interface"]["adapters"]) == 2 * len(kinds)
-
-
-def marked(path: str, states: ir.Value, result_shape: list[Any]) -> list[ir.Node]:
-    """A layer that squares its input, and the marker after it."""
-    result = ir.node("Mul", [states, states])
-    result.outputs[0].shape, result.outputs[0].dtype = ir.Shape(result_shape), ir.DataType.FLOAT
-    marker = ir.node(
-        "Adapted",
-        [states, result.outputs[0]],
-        domain="qsample",
-        metadata_props={ADAPTED_PATH: path},
-    )
-    return [result, marker]
-
-
-def test_layers_whose_rows_nobody_knows_are_left_alone() -> None:
-    def named(name: str, *shape: Any) -> ir.Value:
-        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
-
-    by_row, flat = named("x", "B", "S", 4), named("flat", "N", 4)
-    calls = [("root.a", by_row), ("root.b", flat), ("root.c", by_row), ("root.c", flat)]
-    chains = [marked(path, states, list(states.shape or ())) for path, states in calls]
-    nodes = [node for chain in chains for node in chain]
-    outputs = [chain[-1].outputs[0] for chain in chains]
-    graph = ir.Graph([by_row, flat], outputs, nodes=nodes, opset_imports={"": 20}, name="g")
-    interface = Interface(9, (), features=Features(max_loras=1))
-    model = ir.Model(graph, ir_version=10)
-    adapted = adapt_layers(model, interface, "root.")
-    assert adapted.adapters == (AdapterTarget("a", 4, 4),)
-    assert all(node.op_type != "Adapted" for node in graph)
-    assert [value.name for value in graph.inputs] == [
-        "x",
-        "flat",
-        *(spec.name for spec in adapted.adapter_inputs),
-    ]
-    flat = named("flat", "N", 4)
-    graph = ir.Graph(
-        [flat], [], nodes=marked("root.b", flat, ["N", 4]), opset_imports={"": 20}, name="g"
-    )
-    with pytest.raises(
-        UnsupportedModelError, match=r"no linear layers that read .*leave max_loras out"
-    ):
-        adapt_layers(ir.Model(graph, ir_version=10), interface, "root.")
 
 
 @pytest.mark.ci

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from qsample.exporters import export, parity, portable
 from qsample.exporters.export import LoadedModel, _save_model_files, _token_ids, export_model
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.package.disk import space
+from qsample.package.disk.source_files import SourceFiles
 from qsample.package.package import read_package
 from qsample.request.text.tokenizer import Tokenizer as RuntimeTokenizer
 from qsample.request.text.tokenizer import warn_of_missing_rows
 from qsample.runtime import load
+from qsample.transforms.deferred import defer
+from qsample.transforms.quantized_linear import QuantizedWeight, set_quantized_weight
 from tests.helpers.mixtures import mixture
 from tests.helpers.tiny_models import (
     byte_tokenizer,
@@ -494,3 +498,68 @@ def test_a_head_that_is_longer_than_the_embedding(tmp_path: Path) -> None:
     assert package.interface.vocab_size == 300
     output = load(package.path).generate([[5, 6, 7]], do_sample=False, max_new_tokens=1)
     assert output.token_ids == [[int(logits[:300].argmax())]]
+
+
+@pytest.mark.usefixtures("without_a_trace")
+def test_a_package_for_a_compile_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in the folder that was given; its files have sizes and no hashes, its weights' files are watched."""
+    figures = parity.Parity(0.0, 1.0, 1e-4, 3, 14, 2, 0, "none")
+    monkeypatch.setattr(parity, "check", lambda *given, **options: figures)
+    source = save_checkpoint(tmp_path / "checkpoint", "llama")
+    files = {"config.json": source / "config.json", "sub/w": source / "model.safetensors"}
+    origin = Origin("me/tiny", "v2", "mit", "Q4_K", files)
+    sources, stages = SourceFiles(), list[tuple[str, float]]()
+    loaded = LoadedModel(random_model("llama"), byte_tokenizer(), origin, sources=sources)
+    made = export.export_unpublished(
+        loaded, tmp_path / "scratch", Features(), progress=lambda *one: stages.append(one)
+    )
+    assert (made.path, made.sources) == (tmp_path / "scratch", sources)
+    written = {path.name: path.stat().st_size for path in made.path.iterdir()}
+    assert {"config.json", "tokenizer.json", "decoder.onnx"} < {*written}
+    assert {name: (one.bytes, one.sha256) for name, one in made.manifest.files.items()} == {
+        name: (size, "") for name, size in written.items()
+    }
+    found = made.manifest.source
+    assert (found.model_id, found.revision, found.license) == ("me/tiny", "v2", "mit")
+    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert (found.files, found.architecture) == (hashes, "LlamaForCausalLM")
+    assert (stages[0][1], stages[-1][1]) == (0.0, 1.0)
+    assert made.manifest.packed_weights is None
+    with pytest.raises(FileExistsError):
+        export.export_unpublished(loaded, tmp_path / "scratch", Features())
+
+
+def test_the_bytes_of_weights_as_they_are_written() -> None:
+    """A quantized layer counts with its blocks, a placeholder with what it is stored in, a tied weight once."""
+    model = random_model("llama", tie_word_embeddings=True)
+    plain = sum(one.numel() * 4 for one in model.parameters())
+    assert export._weight_bytes(model) == plain
+    up, down = model.model.layers[0].mlp.up_proj, model.model.layers[1].mlp.down_proj
+    blocks = torch.zeros(96, 2, 16, dtype=torch.uint8)
+    set_quantized_weight(up, QuantizedWeight(4, 32, blocks, torch.zeros(96, 2)))
+    stored = torch.zeros(64, 96, dtype=torch.bfloat16)
+    placeholder = defer(stored.shape, torch.float32, lambda: stored, stored.dtype)
+    down.weight = torch.nn.Parameter(placeholder, requires_grad=False)
+    saved = (96 * 64 * 4 - 96 * 32 - 96 * 2 * 4) + 64 * 96 * 2
+    assert export._weight_bytes(model) == plain - saved
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "message"),
+    [
+        ({"tokenizer_config.json": "{}"}, UnsupportedModelError, "has no tokenizer.json form, .* tokenizer=None"),
+        ({"tokenizer_config.json": "[NaN]", "tokenizer.json": ""}, QsampleError, "cannot be stored: NaN is not JSON"),
+        ({"tokenizer_config.json": "[Infinity]", "tokenizer.json": ""}, None, ""),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_the_runtime_could_not_read(
+    files: dict[str, str], error: type[Exception] | None, message: str, tmp_path: Path
+) -> None:
+    class Saves:
+        def save_pretrained(self, folder: Path) -> None:
+            for name, text in files.items():
+                (folder / name).write_text(text)
+
+    tokenizer: Any = Saves()
+    with nullcontext() if error is None else pytest.raises(error, match=message):
+        _save_model_files(random_model("llama"), tokenizer, tmp_path)

@@ -143,3 +143,6 @@ def test_positions_that_no_host_computes() -> None:
     rows[0, 0, 3:5] += 1  # time goes on within an image
     with pytest.raises(UnsupportedModelError, match="other positions than Qwen2-VL"):
         _offsets(rows, is_image)
+    for positions in (None, rows[:, 0], rows[:2]):
+        with pytest.raises(UnsupportedModelError, match="not given positions of three parts"):
+            _offsets(positions, is_image)

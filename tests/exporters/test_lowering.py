@@ -19,9 +19,11 @@ from torch import Tensor
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.contract.arrays import Array
-from qsample.errors import ParityError
+from qsample.contract.interface import AdapterTarget, Features, Interface
+from qsample.errors import ParityError, UnsupportedModelError
 from qsample.exporters import lowering
 from qsample.exporters.lowering import (
+    adapt_layers,
     align_row_sums,
     fill_placeholders,
     lower_experts,
@@ -34,6 +36,7 @@ from qsample.runtime.decode.slots import Slots
 from qsample.transforms import experts as transform
 from qsample.transforms import markers
 from qsample.transforms.deferred import defer
+from qsample.transforms.markers import ADAPTED_PATH
 from tests.helpers.mixtures import ROUTERS, experts_reference, mixture
 from tests.helpers.requests import make_sequence
 from tests.helpers.tiny_models import export_without_sampler
@@ -405,3 +408,46 @@ def test_a_mixture_computes_a_row_alike_in_any_batch(chosen: int, tmp_path: Path
 
     places = [(rows, place) for rows in (1, 2, 3, 4) for place in range(rows)]
     assert len({tuple(caches(*place)) for place in places}) == 1
+
+
+def marked(path: str, states: ir.Value, result_shape: list[Any]) -> list[ir.Node]:
+    """A layer that squares its input, and the marker after it."""
+    result = ir.node("Mul", [states, states])
+    result.outputs[0].shape, result.outputs[0].dtype = ir.Shape(result_shape), ir.DataType.FLOAT
+    marker = ir.node(
+        "Adapted",
+        [states, result.outputs[0]],
+        domain="qsample",
+        metadata_props={ADAPTED_PATH: path},
+    )
+    return [result, marker]
+
+
+def test_layers_whose_rows_nobody_knows_are_left_alone() -> None:
+    def named(name: str, *shape: Any) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+
+    by_row, flat = named("x", "B", "S", 4), named("flat", "N", 4)
+    calls = [("root.a", by_row), ("root.b", flat), ("root.c", by_row), ("root.c", flat)]
+    chains = [marked(path, states, list(states.shape or ())) for path, states in calls]
+    nodes = [node for chain in chains for node in chain]
+    outputs = [chain[-1].outputs[0] for chain in chains]
+    graph = ir.Graph([by_row, flat], outputs, nodes=nodes, opset_imports={"": 20}, name="g")
+    interface = Interface(9, (), features=Features(max_loras=1))
+    model = ir.Model(graph, ir_version=10)
+    adapted = adapt_layers(model, interface, "root.")
+    assert adapted.adapters == (AdapterTarget("a", 4, 4),)
+    assert all(node.op_type != "Adapted" for node in graph)
+    assert [value.name for value in graph.inputs] == [
+        "x",
+        "flat",
+        *(spec.name for spec in adapted.adapter_inputs),
+    ]
+    flat = named("flat", "N", 4)
+    graph = ir.Graph(
+        [flat], [], nodes=marked("root.b", flat, ["N", 4]), opset_imports={"": 20}, name="g"
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"no linear layers that read .*leave max_loras out"
+    ):
+        adapt_layers(ir.Model(graph, ir_version=10), interface, "root.")

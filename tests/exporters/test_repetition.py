@@ -136,7 +136,8 @@ class Stack(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         self.notes.products.clear()
         hidden, shift = inputs["values"].sin(), inputs["values"].cos()
-        for number, layer in enumerate(self.layers):
+        order = (0, 2, 1) if self.shares == "an order of their own" else (0, 1, 2)
+        for number, layer in enumerate(self.layers[place] for place in order):
             if self.shares == "an argument":
                 shift = inputs["values"] + number
             hidden = layer(hidden, shift)
@@ -156,7 +157,10 @@ SPEC = GraphSpec((VALUES,), (), (replace(VALUES, name="total"),))
     [
         "nothing",
         "a product",
-        *(pytest.param(how, marks=pytest.mark.ci) for how in ("an argument", "a layer")),
+        *(
+            pytest.param(how, marks=pytest.mark.ci)
+            for how in ("an argument", "a layer", "an order of their own")
+        ),
     ],
 )
 def test_layers_that_share_more_are_all_traced(shares: str) -> None:

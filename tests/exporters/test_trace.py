@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qsample.contract.interface import GraphSpec
-from qsample.contract.tensors import BATCH, SEQUENCE, TensorSpec
+from qsample.contract.tensors import BATCH, CAPACITY, IMAGE_TOKENS, SEQUENCE, TensorSpec
 from qsample.errors import UnsupportedModelError
 from qsample.exporters.trace import _without_torchvision_notice, trace
 from qsample.graph.operators import OPSET
@@ -64,6 +65,37 @@ def test_names_axes_and_order_are_those_of_the_spec() -> None:
         total, retained = session.run(None, {"ids": ids, "table": table, "scale": scale})
         np.testing.assert_array_equal(retained, table + ids.sum(1, keepdims=True))
         np.testing.assert_array_equal(total, 2 * retained)
+
+
+def test_the_example_of_a_trace_is_a_valid_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, lengths and scales are 1, caches are empty; free axes have different sizes above 1."""
+    cache = TensorSpec("cache", "float16", (BATCH, 2, CAPACITY, "K"), "keys")
+    counts = TensorSpec("counts", "int32", (BATCH,), "lengths")
+    rows = TensorSpec("rows", "float32", (IMAGE_TOKENS, 7), "an input that the caller gives")
+    given: dict[str, Any] = {}
+
+    def export(root: nn.Module, **options: Any) -> None:
+        given.update(options, training=root.training)
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    spec = GraphSpec((IDS, counts, rows), (cache,), (TOTAL,))
+    with pytest.raises(RuntimeError, match="returned no program"):
+        trace(Adds(), spec, {"K": 6}, examples={"rows": torch.full((3, 7), 5.0)})
+    inputs = given["kwargs"]["inputs"]
+    assert [*inputs] == ["ids", "counts", "cache", "rows"]
+    assert {(name, str(one.dtype), float(one.max()), float(one.min())) for name, one in inputs.items()} == {
+        ("ids", "torch.int64", 1, 1), ("counts", "torch.int32", 1, 1),
+        ("cache", "torch.float16", 0, 0), ("rows", "torch.float32", 5, 5),
+    }  # fmt: skip
+    (batch, sequence), (_, two, capacity, six) = inputs["ids"].shape, inputs["cache"].shape
+    assert (two, six, inputs["counts"].shape) == (2, 6, (batch,))
+    assert len({batch, sequence, capacity, 1}) == 4
+    axes = given["dynamic_shapes"]["inputs"]
+    assert {name: sorted(free) for name, free in axes.items()} == {
+        "ids": [0, 1], "counts": [0], "cache": [0, 2], "rows": [0],
+    }  # fmt: skip
+    assert axes["ids"][0] is axes["cache"][0] is axes["counts"][0]
+    assert (given["input_names"], given["training"]) == (spec.input_names, False)
 
 
 class Rounds(nn.Module):

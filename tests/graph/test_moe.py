@@ -25,8 +25,10 @@ def test_the_products_that_choose_experts() -> None:
         """
         mixture (float[B,6] x, int64[B] ids, float[6,6] before, float[6,4] router, float[6,4] other,
             float[4,6,5] experts, float[4,12,6] fc1, float[4,6,6] fc2, float[9,6] rows)
-            => (float[B,6] y, float[B,6,5] own, float[B,6] z) {
+            => (float[B,6] y, float[B,6,5] own, float[B,6] z, float[B,6] plain) {
             hidden = MatMul (x, before)
+            direct = MatMul (hidden, router)
+            plain = com.microsoft.QMoE (hidden, direct, fc1, , fc2)
             scores = MatMul (hidden, router)
             shares = Softmax (scores)
             y = com.microsoft.MoE (hidden, shares, fc1, , fc2)
@@ -38,7 +40,7 @@ def test_the_products_that_choose_experts() -> None:
         constants={name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
     )
     nodes = {node.name: node for node in model.graph}
-    assert moe.routers(model.graph) == {nodes["scores"], nodes["others"]}
+    assert moe.routers(model.graph) == {nodes["scores"], nodes["others"], nodes["direct"]}
     assert moe.mixtures(model.graph) == [nodes["y"]]
     assert moe.gather_of_weights(nodes["own"]) is nodes["own"].inputs[0]
     assert moe.gather_of_weights(nodes["z"]) is None

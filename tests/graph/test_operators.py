@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from qsample.graph import operators
 from qsample.graph.edit import initializer
 from qsample.graph.operators import is_matmul_nbits, middle_zero_points, pack_bits
 from tests.helpers.small_graphs import normal, results, small_graph
@@ -50,3 +51,9 @@ def test_other_products() -> None:
     x = ir.val("x", ir.DataType.FLOAT, [2, 2])
     assert not is_matmul_nbits(ir.node("MatMul", [x, x]))
     assert not is_matmul_nbits(ir.node("MatMulNBits", [x]))
+
+
+def test_numbers_that_onnx_runtime_documents() -> None:
+    """accuracy_level is 1 for activations in float32, and 4 for int8; CUDA's kernels have no newer opset."""
+    assert (operators.FLOAT32_ACTIVATIONS, operators.INT8_ACTIVATIONS) == (1, 4)
+    assert operators.OPSET == 20

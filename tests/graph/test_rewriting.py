@@ -29,6 +29,10 @@ OF_ONE = pattern.RewriteRule(lambda op, x: op.Neg(op.Sin(x)), lambda op, x: op.S
 OF_TWO = pattern.RewriteRule(
     lambda op, x: (op.Cos(x), op.Tanh(op.Cos(x))), lambda op, x: (op.Exp(x), op.Abs(x))
 )
+# One that allows several operators, by the start of their names.
+OF_SEVERAL = pattern.RewriteRule(
+    lambda op, x: op.submodule("Ne")(op.Sin(x)), lambda op, x: op.Abs(x)
+)
 
 
 def rewritten(rule: pattern.RewriteRule) -> Counter[str]:
@@ -40,7 +44,7 @@ def rewritten(rule: pattern.RewriteRule) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("rule", [OF_ONE, OF_TWO])
+@pytest.mark.parametrize("rule", [OF_ONE, OF_TWO, OF_SEVERAL])
 def test_the_same_nodes_match(rule: pattern.RewriteRule) -> None:
     expected = rewritten(rule)
     with operators_first():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qsample.graph.join import cut_at_logits, return_logits
-from qsample.graph.runner import GraphRunner
+from qsample.graph.runner import GraphRunner, error_of_scores, scores_of_last_tokens
 from qsample.graph.weights import load_graph
 from qsample.package.package import Package, read_package
 from tests.helpers.fake_images import AXIAL, DIM
@@ -51,6 +51,9 @@ def test_a_prompt_in_chunks_has_the_same_logits(llama_package: Path, weights_map
     last = runner.step(IDS[:, 3:], np.ones(2), state)["logits"]
     assert state["lengths"].tolist() == [4, 4]
     np.testing.assert_allclose(last, whole, atol=1e-5 * np.abs(whole).max())
+    turned = runner.step(IDS[::-1], np.array([4, 4]), runner.start(2))["logits"]
+    np.testing.assert_allclose(turned[::-1], whole, atol=1e-5 * np.abs(whole).max())
+    assert np.abs(whole[0] - whole[1]).max() > 0.01, "of other ids"
 
 
 def test_images_are_off_unless_they_are_given(fake: Callable[..., Package]) -> None:
@@ -74,3 +77,21 @@ def test_images_are_off_unless_they_are_given(fake: Callable[..., Package]) -> N
     )
     np.testing.assert_array_equal(moved[0], text[0])
     assert np.abs(moved[1] - text[1]).max() > 0.01
+
+
+def test_a_token_after_the_last_of_each_row_is_scored() -> None:
+    """At places row by row, padding included; a difference of NaN is none of 0, and masks on both sides are none."""
+    given = scores_of_last_tokens(IDS, np.array([4, 2]), np.array([1, 0]))
+    assert {name: (array.tolist(), array.dtype.name) for name, array in given.items()} == {
+        "scored_places": ([3, 5], "int32"),
+        "scored_ids": ([1, 0], "int32"),
+    }
+    logits = np.log(np.array([[1, 3], [4, 4]], np.float32)) + 5
+    scores = np.log([[0.75], [0.5]]) + np.array([[0.25], [-0.125]])
+    ids = np.array([1, 0])
+    results = {"logits": logits, "prompt_logprobs": scores}
+    assert error_of_scores(results, ids) == pytest.approx(0.25, abs=1e-6)
+    logits[0, 1] = scores[0] = -np.inf
+    assert error_of_scores(results, ids) == pytest.approx(0.125, abs=1e-6)
+    scores[1] = np.nan
+    assert np.isnan(error_of_scores(results, ids))

@@ -227,3 +227,19 @@ def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(QsampleError, match=r"pip install .*\[images\]"):
         read_image(PNG)
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "most"),
+    [("most_bytes", 20 * 1024 * 1024, 2**31), ("most_pixels", 40_000_000, 89_478_485)],
+)
+def test_limits_by_default_and_at_most(name: str, default: int, most: int) -> None:
+    """Pillow warns of images of more pixels."""
+    assert getattr(ImageLimits(), name) == default
+    assert Image.MAX_IMAGE_PIXELS == 89_478_485
+    for value in (1, most):
+        assert getattr(ImageLimits(**{name: value}), name) == value
+    wrong: tuple[Any, ...] = (0, most + 1, 1.5, None)
+    for given in wrong:
+        with pytest.raises(ValueError, match=rf"{name} is .*; give the most .* up to "):
+            ImageLimits(**{name: given})

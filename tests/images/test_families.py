@@ -45,7 +45,7 @@ def shared(family: str, theirs: Any, given: dict[str, Any], **own: Any) -> tuple
 
 def qwen(scale: int) -> tuple[Any, Family]:
     size = {"shortest_edge": 256 * scale**2, "longest_edge": 4096 * scale**2}
-    grid = {"patch_size": 4 * scale, "merge_size": 2, "temporal_patch_size": 2}
+    grid = {"patch_size": 4 * scale, "merge_size": 2, "temporal_patch_size": 3}
     made, family = shared("grid", tf.Qwen2VLImageProcessorPil, {"size": size, **grid})
     return made, family
 
@@ -95,7 +95,7 @@ def whole(scale: int) -> tuple[Any, Family]:
 
 
 def internvl(scale: int) -> tuple[Any, Family]:
-    size = {"height": 16 * scale, "width": 16 * scale}
+    size = {"height": 16 * scale, "width": 20 * scale}
     given = {"size": size, "min_patches": 1, "max_patches": 12}
     made = tf.GotOcr2ImageProcessorPil(
         **given, crop_to_patches=True, image_mean=MEAN, image_std=STD
@@ -253,3 +253,80 @@ def test_more_tiles_than_llava_onevision_keeps_are_refused() -> None:
     assert family.layout(8, 8).placeholders == 4 + 4 * 5
     with pytest.raises(ValueError, match=r"the image has 16 x 16 pixels.*make it smaller"):
         family.layout(16, 16)
+
+
+# The settings that a family has no default for.
+FEWEST: dict[str, dict[str, Any]] = {
+    "square": {"size": {"height": 8, "width": 8}, "tokens": 1},
+    "grid": {"size": {"shortest_edge": 1, "longest_edge": 4096}, "patch_size": 1, "merge_size": 1,
+             "temporal_patch_size": 2},
+    "pooled_grid": {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+    "split": {"size": {"longest_edge": 8}, "max_image_size": {"longest_edge": 4}, "tokens": 1},
+    "tiles": {"size": {"height": 4, "width": 8}, "min_patches": 1, "max_patches": 2, "tokens": 1},
+    "any_resolution": {"size": 4, "image_grid_pinpoints": [[4, 8]], "side": 2},
+    "lines": {"size": {"longest_edge": 64}, "patch_size": 8},
+}  # fmt: skip
+
+
+def family_of(name: str, **changed: Any) -> Any:
+    plain: dict[str, Any] = {"resample": 3, "rescale_factor": None}
+    return families.FAMILIES[name](**plain | FEWEST[name] | changed)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "default", "good", "bad"),
+    [
+        ("lines", "resample", 3, (0, 5), (-1, 6, None)),
+        ("lines", "rescale_factor", None, (0, 1e30), (-1, 2e30)),
+        ("lines", "image_mean", None, (), ([0, 0, 2e30], (1, 2), [1, 2, 3, 4], "123", [1, 2, None])),
+        ("square", "tokens", 1, (65536,), (0, 65537)),
+        ("square", "size", {"height": 8, "width": 8}, ({"height": 1, "width": 2**31},),
+         ({"height": 0, "width": 1}, {"height": 1, "width": 2**31 + 1})),
+        ("square", "crop_size", None, ({"height": 8, "width": 8},),
+         ({"height": 8, "width": 9}, {"height": 9, "width": 8})),
+        ("grid", "temporal_patch_size", 2, (1, 8), (0, 9)),
+        ("grid", "frames", False, (True,), (1, None)),
+        ("split", "do_image_splitting", True, (False,), (0, None)),
+        ("tiles", "max_patches", 2, (1, 128), (0, 129)),
+        ("tiles", "min_patches", 1, (2,), (0, 3)),
+        ("any_resolution", "most_tiles", None, (1, 1000), (0, 1001)),
+        ("any_resolution", "side", 2, (1, 4), (0, 5)),
+        ("any_resolution", "image_grid_pinpoints", ((4, 8),), ([[4, 4]] * 999, [[4, 2**31]]),
+         ([[4, 4]] * 1000, [], [[4]], [[4, 4, 4]], [[4, 0]], [[4, 6]], "44", [[4, 2**31 + 4]])),
+    ],
+)  # fmt: skip
+def test_settings_by_default_at_their_limits_and_beyond(
+    family: str, setting: str, default: Any, good: tuple[Any, ...], bad: tuple[Any, ...]
+) -> None:
+    assert getattr(family_of(family), setting) == default
+    for value in good:
+        family_of(family, **{setting: value})
+    for value in bad:
+        with pytest.raises(ValueError, match=f"^{setting} is "):
+            family_of(family, **{setting: value})
+
+
+def test_the_largest_resized_image_and_the_longest_side() -> None:
+    """2^26 pixels, and 200 times the shorter side."""
+    for wide in (0, 1):
+        square = family_of("square", size={"height": 2**13, "width": 2**13 + wide})
+        if wide == 0:
+            square.layout(1, 1)
+            continue
+        with pytest.raises(ValueError, match="the model would read it with 8193 x 8192"):
+            square.layout(1, 1)
+    for size in ((200, 1), (1, 200)):
+        assert family_of("grid").layout(*size).size == size[::-1]
+        with pytest.raises(ValueError, match="the longer side may be 200 times the shorter"):
+            family_of("grid").layout(size[0] + (size[0] > 1), size[1] + (size[1] > 1))
+
+
+@pytest.mark.parametrize("tall", [12, 13])
+def test_llava_onevision_reduces_rows_from_1_1_on(tall: int) -> None:
+    """With 10 tiles at most, the roots of 12 / 10 and 13 / 10 are 1.095 and 1.14."""
+    family = family_of("any_resolution", image_grid_pinpoints=[[4 * tall, 4]], most_tiles=10)
+    if tall == 12:
+        assert family.layout(4, 4 * tall).placeholders == 4 + 2 * tall * 3
+    else:
+        with pytest.raises(ValueError, match="packages take about 10 tiles at most"):
+            family.layout(4, 4 * tall)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import base64
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.images.messages import decode_data_url, images_in
+from qsample.images.messages import (
+    check_base64,
+    decode_base64,
+    decode_data_url,
+    images_in,
+    with_images,
+)
 from qsample.request.text.chat import ChatTemplates
 
 PNG = b"\x89PNG..."
@@ -115,3 +122,46 @@ def test_text_only() -> None:
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with pytest.raises(ValueError, match="chat template reads text only"):
         ChatTemplates(plain, text_only=None).render([said({"type": "image", "image": "a.png"})])
+
+
+def test_images_are_replaced_in_a_copy() -> None:
+    chat = [
+        {"role": "system", "content": "a text"},
+        said({"type": "text", "text": "one"}, {"type": "image", "base64": CODED}, "two"),
+        {"role": "user", "content": ({"type": "image", "image": "a.png"}, {"type": "image"})},
+        {"role": "assistant", "content": None},
+    ]
+    before = copy.deepcopy(chat)
+    changed = with_images(chat, lambda image: [image])
+    assert chat == before
+    assert changed == [
+        before[0],
+        said({"type": "text", "text": "one"}, {"type": "image", "image": [PNG]}, "two"),
+        said({"type": "image", "image": ["a.png"]}, {"type": "image"}),
+        before[3],
+    ]
+    assert changed[0] is not chat[0]
+    wrong = [chat[0], said({"type": "image", "image": "a", "path": "b"})]
+    with pytest.raises(ValueError, match="chat message 1 has a part of type 'image' with"):
+        with_images(wrong, lambda image: image)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "jpg", "webp", "gif", "PNG", "Gif"])
+def test_every_type_of_an_image_in_a_url(kind: str) -> None:
+    assert decode_data_url(f"data:image/{kind};base64,{CODED}") == PNG
+    assert decode_data_url(f"DATA:image/{kind};BASE64,{CODED}") == PNG
+    part = {"type": "image", "base64": f"data:image/{kind};base64,{CODED}"}
+    assert images_in([said(part)], "<image>") == [PNG]
+
+
+@pytest.mark.parametrize("most", [999, 1000, 1001, 1002])
+def test_a_base64_text_is_measured_before_it_is_decoded(most: int) -> None:
+    """Up to the bytes that its last group may lack."""
+    whole = -(-most // 3) * 4
+    check_base64(whole, most)
+    assert decode_base64(base64.b64encode(bytes(most)).decode(), most) == bytes(most)
+    with pytest.raises(ValueError, match=rf"has {(whole + 4) * 3 // 4} bytes, and {most} are the"):
+        check_base64(whole + 4, most)
+    with pytest.raises(ValueError, match="are the most; give a smaller image"):
+        decode_base64("%" * (whole + 4), most)
+    assert len(decode_base64("AAAA" * 1000)) == 3000

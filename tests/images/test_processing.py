@@ -268,3 +268,25 @@ def test_texts_by_default_and_wrong_ones() -> None:
     for wrong in ({"token_id": 2**31}, {"token": ""}, {"placeholder": ""}, {"token_id": -1}):
         with pytest.raises(ValueError, match="token"):
             ImageSettings(**{**IMAGES, **wrong})
+
+
+@pytest.mark.parametrize(("tiles", "does_fit"), [(15, True), (16, False)])
+def test_an_image_has_at_most_2_to_the_20_placeholders(tiles: int, does_fit: bool) -> None:
+    """Of tiles with 2^16 each, and of the whole image."""
+    settings = {**PIXELS, "size": {"height": 1, "width": 1}, "tokens": 2**16}
+    settings |= {"min_patches": tiles, "max_patches": tiles}
+    processor = ImageProcessor({**IMAGES, "family": "tiles", "settings": settings})
+    if does_fit:
+        assert processor.layout(tiles, 1).placeholders == 2**20
+    else:
+        with pytest.raises(ValueError, match=r"^it has 16 x 1 pixels: too many placeholders; make"):
+            processor.layout(tiles, 1, "it")
+
+
+def test_the_placeholder_is_a_token_of_the_model() -> None:
+    last = INTERFACE.vocab_size - 1
+    assert ImageProcessor.of(package_of(changed("token_id", last), ImageShape(8))) is not None
+    with pytest.raises(
+        PackageError, match=r"token_id in qsample\.json is 100, and the model has 100"
+    ):
+        ImageProcessor.of(package_of(changed("token_id", last + 1), ImageShape(8)))

@@ -189,3 +189,20 @@ def test_a_gif_is_counted_up_to_the_end_of_its_first_frame(monkeypatch: pytest.M
             else:
                 with pytest.raises(ValueError, match="it has more than 5 blocks, the limit"):
                     check_structure("Gif", file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "part", "most"),
+    [
+        ("Jpeg", b"\xff\xd8", b"\xff\xfe\0\x04ab", 2000),
+        ("Jpeg", b"\xff\xd8", b"\xff\xda\0\2", 100),
+        ("Png", b"\x89PNG\r\n\x1a\n", b"\0\0\0\0tEXt1234", 64),
+        ("Png", b"\x89PNG\r\n\x1a\n", b"\0\0\0\0IDAT1234", 65536),
+        ("Gif", b"GIF89a\1\0\1\0\0\0\0\x21\xfe", b"\1a", 131072),
+        ("WebP", b"RIFF....WEBP", b"VP8 \0\0\0\0", 65536),
+    ],
+)
+def test_the_most_parts_of_a_file(kind: str, start: bytes, part: bytes, most: int) -> None:
+    check_structure(kind, start + part * most)
+    with pytest.raises(ValueError, match=f"it has more than {most} "):
+        check_structure(kind, start + part * (most + 1))

@@ -233,8 +233,10 @@ def test_experts_of_floats_are_cut() -> None:
 def test_experts_of_packed_levels_are_cut(bits: int, scale: int) -> None:
     """The blocks of the second product's scales lie along the hidden units."""
     per_byte = 8 // bits
-    names = ["x", "r", "w1", "s1", "", "w2", "s2", "", "", "", "", "z1", "z2"]
+    names = ["x", "r", "w1", "s1", "b1", "w2", "s2", "b2", "", "", "", "z1", "z2"]
     constants = [
+        constant("b1", (8, 1024)),
+        constant("b2", (8, 128)),
         constant("w1", (8, 1024, 128 // per_byte), BYTES),
         constant("s1", (8, 1024, 4), scale),
         constant("w2", (8, 128, 512 // per_byte), BYTES),
@@ -248,17 +250,19 @@ def test_experts_of_packed_levels_are_cut(bits: int, scale: int) -> None:
     assert found.shapes == (
         (2, 512, 128 // per_byte),
         (2, 512, 4),
-        (),
+        (2, 512),
         (2, 128, 256 // per_byte),
         (2, 128, 8),
-        (),
+        (2, 128),
         (),
         (),
         (),
         (2, 512, 2),
         (2, 128, 4),
     )
-    assert found.dtypes[:5] == ("uint8", found.dtype, "", "uint8", found.dtype)
+    of_product = ("uint8", found.dtype, "float32")
+    assert found.dtypes == (*of_product * 2, "", "", "", "uint8", "uint8")
+    assert integers_of(found.attributes) == numbers
     assert found.inputs == 128
     assert str(found) == f"QMoE ({bits} bits, blocks of 32)"
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -226,3 +227,66 @@ def test_what_was_written_stays(tmp_path: Path) -> None:
 @on_linux
 def test_a_file_that_is_not_mapped(tmp_path: Path) -> None:
     release_pages(tmp_path / "nothing")
+
+
+class Libc:
+    """Notes what it is asked for; its only block of memory begins at `start`."""
+
+    def __init__(self, start: int | None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+        def malloc(size: Any) -> int | None:
+            self.calls.append(("malloc", size.value))
+            return start
+
+        self.malloc = malloc
+
+    def mallopt(self, option: int, value: int) -> None:
+        self.calls.append(("mallopt", option, value))
+
+    def madvise(self, start: Any, size: Any, advice: int) -> None:
+        self.calls.append(("madvise", start.value, size.value, advice))
+
+    def free(self, start: Any) -> None:
+        self.calls.append(("free", start.value))
+
+
+HUGE = 1 << 21
+# The numbers of glibc's malloc.h, with the thresholds after an allocation of 32 MiB was freed.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+ONE_HEAP = [("mallopt", M_MMAP_MAX, 0), ("mallopt", M_TRIM_THRESHOLD, -1)]
+LATER = [
+    ("mallopt", M_MMAP_MAX, 65536),
+    ("mallopt", M_MMAP_THRESHOLD, 32 << 20),
+    ("mallopt", M_TRIM_THRESHOLD, 64 << 20),
+]
+
+
+@pytest.mark.parametrize("start", [None, HUGE + 5])
+def test_what_glibc_is_asked_for(start: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heap that grows once, of whole huge pages; afterwards, even behind an error, glibc's own thresholds."""
+    libc = Libc(start)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    with pytest.raises(KeyError), linux_memory._in_heap(3 * HUGE):
+        raise KeyError
+    advised = [("madvise", 2 * HUGE, 2 * HUGE, 14), ("free", start)] if start is not None else []
+    assert libc.calls == [*ONE_HEAP, ("malloc", 3 * HUGE), *advised, *LATER]
+
+
+@pytest.mark.parametrize(
+    ("part", "advised"),
+    [
+        ((HUGE, 2 * HUGE), [(HUGE, HUGE)]),
+        ((1, HUGE), []),
+        ((1, 2 * HUGE), [(HUGE, HUGE)]),
+        ((HUGE - 1, 4 * HUGE - 1), [(HUGE, 2 * HUGE)]),
+        ((5, 9), []),
+    ],
+)
+def test_whole_huge_pages_are_advised(
+    part: tuple[int, int], advised: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libc = Libc(None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    linux_memory._advise([part], 25)
+    assert libc.calls == [("madvise", *place, 25) for place in advised]

@@ -86,6 +86,23 @@ def test_a_damaged_variant_is_refused(bundled: Path) -> None:
         load(bundled)
 
 
+def test_a_file_that_is_copied_wrong_is_refused(
+    llama_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copyfile
+
+    def copy_wrong(source: Path, target: Path) -> None:
+        copy(source, target)
+        if target.name == "decoder.onnx":
+            content = target.read_bytes()
+            target.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    monkeypatch.setattr(shutil, "copyfile", copy_wrong)
+    with pytest.raises(PackageError, match=r"decoder\.onnx was altered"):
+        bundle(tmp_path / "new", [llama_package])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_not_a_bundle_of_one_model_is_refused(
     llama_package: Path, compiled: Path, bundled: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,16 @@ def test_a_single_thread_is_a_choice() -> None:
     assert SessionOptions(1).intra_op_num_threads == 1
 
 
+def test_defaults_leave_the_choice_to_onnxruntime() -> None:
+    """The keys are those of onnxruntime_session_options_config_keys.h."""
+    assert SessionOptions() == SessionOptions(None, {}, {}, batch_invariant=True)
+    assert options.WEIGHTS_FOLDER_KEY == "session.model_external_initializers_file_folder_path"
+    assert options.NO_PREPACKING == {"session.disable_prepacking": "1"}
+    assert options.NO_SPINNING == {"session.intra_op.allow_spinning": "0"}
+    with pytest.raises(ValueError, match="batch_invariant is 1"):
+        SessionOptions(batch_invariant=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2"])
 def test_wrong_counts(value: Any) -> None:
     with pytest.raises(ValueError, match=f"intra_op_num_threads is {value!r}"):

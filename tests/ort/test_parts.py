@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from qsample.errors import CompileError, PackageError
 from qsample.graph.edit import all_initializers
 from qsample.ort import parts as parts_module
 from qsample.ort.bound_graph import BoundGraph
+from qsample.ort.buffers import Buffer
 from qsample.ort.session import open_sessions
 from qsample.runtime import CausalLM, Engine, load
 from tests.conftest import made_once
@@ -331,3 +334,21 @@ def test_adapters(adapted: Callable[..., Path], tmp_path: Path) -> None:
         ]
         results.append(model.generate(PROMPTS, rows).token_ids)
     assert results[0] == results[1]
+
+
+def test_lengths_of_rows_behind_unfinished_runs() -> None:
+    """They are added up here; without such runs, those in the memory count, on a device row by row."""
+
+    def memory(*lengths: int) -> Any:
+        return SimpleNamespace(shape=(len(lengths),), read_row=lambda row: lengths[row])
+
+    pipeline = parts_module.Pipeline([])
+    host = Buffer.of(np.array([2, 1], np.int32), "cpu")
+    buffers = {"lengths": memory(3, 4), "input_lengths": host}
+    found = []
+    for running in (0, 0, 1, 1, 0):
+        pipeline.running.extend([Future()] * running)
+        found.append(pipeline.lengths(buffers).tolist())
+        if not running:
+            pipeline.running.clear()
+    assert found == [[3, 4], [3, 4], [5, 5], [7, 6], [9, 7]]

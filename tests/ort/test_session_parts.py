@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from qsample.contract.tensors import LOGITS, TensorSpec
 from qsample.errors import PackageError
 from qsample.ort import session as module
 from qsample.ort import small_graphs
-from qsample.ort.options import SessionOptions
+from qsample.ort.options import PartThreads, SessionOptions
 from qsample.ort.providers import Place
 from qsample.ort.session import Sessions, VisionSession, check_interface, with_logits
 
@@ -256,3 +258,38 @@ def test_threads_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {part.count for part in on_gpus} == {None}
     for whole in (package(), package(compiled())):
         assert module._part_threads(whole, Place((CPU,), "cpu", CPU)) == []
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Opens the same graph for each part, and notes how."""
+
+    package: Any
+    options: SessionOptions
+    captures: bool
+    opened: list[Any]
+
+    def open(self, file: str, *, adds_logits: bool) -> ort.InferenceSession:
+        options = dict(self.options.provider_options)
+        self.opened.append((file, options, adds_logits, threading.current_thread().name))
+        return ort.InferenceSession(small_graphs.identity(FLOAT), providers=[CPU])
+
+
+@pytest.mark.parametrize(("device", "captured"), [("cpu", False), ("cuda", True)])
+@pytest.mark.parametrize("logits", [False, True])
+def test_each_part_is_opened_where_it_runs(logits: bool, device: str, captured: bool) -> None:
+    """In its thread, on its GPU; the last part alone returns the logits."""
+    files = [SimpleNamespace(file=name) for name in "abc"]
+    opener: Any = Opener(
+        package(compiled(parts=files)), SessionOptions(provider_options={"x": "y"}), captured, []
+    )
+    parts = module._open_parts(opener, device, [PartThreads()] * 3, adds_logits=logits)
+    numbers = [{}, *({"device_id": n} if device == "cuda" else {} for n in "12")]
+    assert opener.opened == [
+        (file, {"x": "y", **number}, logits and file == "c", f"qsample-part-{place}")
+        for place, (file, number) in enumerate(zip("abc", numbers, strict=True), start=1)
+    ]
+    places = ["cuda", "cuda:1", "cuda:2"] if device == "cuda" else ["cpu"] * 3
+    assert [part.device for part in parts] == places
+    assert [part.replays is not None for part in parts] == [captured] * 3
+    assert [spec.name for part in parts for spec in part.spec.outputs] == ["y"] * 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qsample.package.divergence import FAR, Divergence
+from qsample.package.divergence import CHATS, DOCUMENTS, FAR, RANDOM_STARTS, TEXTS, Divergence
 from qsample.package.statistics import Estimate
 
 FIGURES = Divergence(
@@ -59,3 +59,34 @@ def test_the_figures_in_words() -> None:
         "chats that the float model wrote"
     )
     assert str(replace(FIGURES, text="my own")).endswith("on 1,234 tokens of my own")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (CHATS, "chats that the float model wrote"),
+        (DOCUMENTS, "documents that the float model wrote"),
+        (RANDOM_STARTS, "texts that the float model wrote after random tokens"),
+    ],
+)
+def test_the_kinds_of_texts_in_words(text: str, words: str) -> None:
+    """Manifests have the kinds by name."""
+    assert (CHATS, DOCUMENTS, RANDOM_STARTS) == ("chats", "documents", "random starts")
+    assert str(replace(FIGURES, text=text)).endswith(f" tokens of {words}")
+    assert TEXTS[text] == words
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "is_within"),
+    [
+        (0.3, 0.3, True),
+        (0.3, 0.29, False),
+        (0.0, 0.0, True),
+        (math.inf, math.inf, False),
+        (math.nan, math.inf, False),
+        (-math.inf, 0.3, False),
+    ],
+)
+def test_a_divergence_within_a_limit(value: float, limit: float, is_within: bool) -> None:
+    assert FAR == 0.3  # docs/quantization.md
+    assert replace(FIGURES, kl=Estimate(value, 0.0, 1.0)).is_within(limit) is is_within

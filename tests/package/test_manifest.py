@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qsample.contract.interface import Features
-from qsample.package.manifest import GraphPart, TokenIds
+from qsample.package.manifest import FileEntry, GraphPart, TokenIds, model_package
 from qsample.package.package import (
     MANIFEST_NAME,
     Compilation,
@@ -211,3 +211,85 @@ def test_the_tokenizers_ending_is_a_stop_token_more(
 ) -> None:
     ids = TokenIds(4, 1, (2, 0))
     assert ids.ending_at(token, 10) == TokenIds(4, 1, eos)
+
+
+LISTED = {name: FileEntry("00", 1) for name in INTERFACE.graphs}
+
+
+def device(**changes: Any) -> Manifest:
+    compilation = Compilation("cuda", ("CUDAExecutionProvider",), 2, 512, {}, {})
+    compiled = replace(compilation, **changes)
+    return manifest(kind="device", compilation=compiled, files=LISTED)
+
+
+PART = {"file": "decoder.onnx", "layers": [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("place", "good", "bad"),
+    [
+        ("files decoder.onnx bytes", (0, 2**63 - 1), (-1, 2**63)),
+        ("max_position_embeddings", (None, 1, 2**31 - 1), (0, 2**31)),
+        ("compilation batch_size", (None, 1), (0,)),
+        ("compilation ctx_len", (1,), (0, None)),
+        ("compilation parts", ([PART | {"weight_bytes": 2**63 - 1}],), ([PART | {"weight_bytes": -1}],)),
+        # Of values that may be anything, the integers fit into 64 bits.
+        ("parity rows", (-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
+        ("parity rows", ([2**63 - 1],), ([0, 2**63],)),
+    ],
+)  # fmt: skip
+def test_figures_at_their_limits_and_beyond(
+    place: str, good: tuple[Any, ...], bad: tuple[Any, ...]
+) -> None:
+    text = device().to_json()
+    for value in good:
+        Manifest.from_json(put(place, value)(text))
+    for value in bad:
+        with pytest.raises(PackageError, match=place.split(" ")[-1]):
+            Manifest.from_json(put(place, value)(text))
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x1f", "\x7f", "\x9f", chr(0xD800), chr(0xDFFF)])
+def test_characters_that_a_terminal_or_a_file_does_not_take(character: str) -> None:
+    text = manifest(files=LISTED).to_json()
+    for place in ("source model_id", "images token"):
+        data = json.loads(put("images", {"token": ""})(text))
+        changed = put(place, f"a{character}b")(json.dumps(data))
+        where = f"manifest.{place.replace(' ', '.')}"
+        with pytest.raises(PackageError, match=rf"^{where} in qsample\.json is 'a.* control"):
+            Manifest.from_json(changed)
+    with pytest.raises(PackageError, match=r"a key of manifest\.versions .* control characters"):
+        Manifest.from_json(put("versions", {f"a{character}b": "1"})(text))
+    with pytest.raises(PackageError, match=r"manifest\.token_ids\.eos\[1\] .* control"):
+        Manifest.from_json(put("token_ids eos", [1, character])(text))
+
+
+def test_names_that_are_one_file_on_some_systems_are_refused() -> None:
+    for other in ("DECODER.onnx", "QSAMPLE.json"):
+        made = manifest(files={**LISTED, other: FileEntry("00", 1)})
+        with pytest.raises(PackageError, match=f"lists .*{other}.*which are one file on some"):
+            Manifest.from_json(made.to_json())
+
+
+def test_the_variants_of_a_model_package() -> None:
+    """Without a compilation, every graph runs on the processor, and only the decode graph runs on
+    another device."""
+    compiled = device(execution_providers=("CUDAExecutionProvider", "CPUExecutionProvider"))
+
+    def variant(folder: str, provider: str, file: str) -> dict[str, Any]:
+        info = {"ort": {"model_file": file}, "qsample": {"package": "qsample.json"}}
+        return {"variant_directory": folder, "ep": provider, "executor_info": info}
+
+    cpu, cuda = "CPUExecutionProvider", "CUDAExecutionProvider"
+    decoder, zeros = "decoder.onnx", "initial_state.onnx"
+    assert model_package({"a": manifest(), "b": compiled}) == {
+        "schema_version": "1.0",
+        "components": {
+            "decoder": {
+                "variants": {"portable": variant("a", cpu, decoder), "cuda": variant("b", cuda, decoder)}
+            },
+            "initial_state": {
+                "variants": {"portable": variant("a", cpu, zeros), "cuda": variant("b", cpu, zeros)}
+            },
+        },
+    }  # fmt: skip

@@ -275,3 +275,17 @@ def test_only_a_verified_package_is_hashed(tmp_path: Path) -> None:
     assert read_package(made.path, verify=False) == made
     with pytest.raises(PackageError, match=r"decoder\.onnx was altered: its sha256 is not"):
         read_package(made.path)
+
+
+def test_files_of_browsers_and_the_kinds_of_files_of_a_package(tmp_path: Path) -> None:
+    names = (".DS_Store", "Thumbs.db", "desktop.ini", "model.sig")
+    made = write(tmp_path / "package")
+    for name in names:
+        (made.path / name).write_text("x")
+    assert list(foreign_files(made.path)) == []
+    for name in ("a.json", "a.jinja", "a.onnx", "a.onnx.data", "a.data", "a.safetensors"):
+        (made.path / "tokenizer" / name).write_text("x")
+    listed = list(foreign_files(made.path))
+    assert len(listed) == 6
+    (made.path / MANIFEST_NAME).unlink()
+    assert list(foreign_files(made.path)) == ["tokenizer/a.data", "tokenizer/a.safetensors"]

@@ -21,7 +21,7 @@ from qsample.ort.model_package import bundle
 from qsample.package import package as package_module
 from qsample.package.disk.replace import exchange
 from qsample.package.package import read_package, use_package
-from qsample.package.signature import SIGNATURE_NAME, signer_of
+from qsample.package.signature import SIGNATURE_NAME, files_to_sign, signer_of
 from tests.helpers.small_packages import FILES, write
 
 model_signing = pytest.importorskip("model_signing")
@@ -391,3 +391,18 @@ def test_a_graph_that_is_opened_late(signed: tuple[Path, Path]) -> None:
 def sign_and_read(package: package_module.Package, folder: Path, public: Path) -> Any:
     sign(package.path, private_key=public.with_name("private.key"))
     return read_package(folder, trusted_keys=public)
+
+
+def test_the_signature_and_files_of_git_are_not_signed(tmp_path: Path) -> None:
+    """At the top, as the library leaves them out; a signature or such a file below is one of the
+    package's."""
+    for folder in (tmp_path, tmp_path / "a"):
+        for name in (SIGNATURE_NAME, ".git/config", ".gitattributes", ".github/x", ".gitignore"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    (tmp_path / ".gitmodules").touch()
+    below = [SIGNATURE_NAME, ".git/config", ".gitattributes", ".github/x", ".gitignore"]
+    assert {*files_to_sign(tmp_path)} == {".gitmodules", *(f"a/{name}" for name in below)}
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PackageError, match="pipe is not a plain file; a signed package has no"):
+        list(files_to_sign(tmp_path))

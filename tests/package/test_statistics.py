@@ -94,3 +94,34 @@ def test_a_long_series_is_resampled_in_bounded_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 * 2**20
+
+
+def published_block_length(series: Array) -> int:
+    """The circular bootstrap's by Politis and White, and Patton's correction, from their text."""
+    n = len(series)
+    x = series.astype(np.float64) - series.mean()
+    covariance = [float((x[: n - k] * x[k:]).sum()) / n for k in range(n)]
+    patience = max(5, int(np.ceil(np.sqrt(np.log10(n)))))
+    most = min(int(np.ceil(np.sqrt(n))) + patience, n - 1)
+    small = [
+        abs(covariance[k] / covariance[0]) < 2 * np.sqrt(np.log10(n) / n) for k in range(most + 1)
+    ]
+    lag = next((m for m in range(most) if all(small[m + 1 : m + 1 + patience])), most)
+    width = min(2 * max(lag, 1), most)
+    slope = level = 0.0
+    for k in range(-width, width + 1):
+        share = abs(k) / width
+        flat_top = 1.0 if share <= 0.5 else 2 * (1 - share)
+        slope += flat_top * abs(k) * covariance[abs(k)]
+        level += flat_top * covariance[abs(k)]
+    best = (2 * slope**2 / (4 / 3 * level**2)) ** (1 / 3) * n ** (1 / 3)
+    return max(1, min(int(np.ceil(best)), int(np.ceil(min(3 * np.sqrt(n), n / 3)))))
+
+
+@pytest.mark.parametrize("n", [8, 9, 30, 100, 1000])
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, 0.99])
+def test_the_block_length_is_the_published_one(n: int, rho: float) -> None:
+    for seed in range(5):
+        series = autoregressive(n, rho, seed)
+        assert block_length(series) == published_block_length(series)
+    assert block_length(np.arange(7.0)) == 1

@@ -76,3 +76,11 @@ def test_values() -> None:
 def test_wrong_values(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_repetition_detection("x", value)
+
+
+def test_the_limits_of_values() -> None:
+    widest = {"max_pattern_size": 4096, "min_pattern_size": 4096, "min_count": 2**31 - 1}
+    assert read_repetition_detection("x", widest) == RepetitionDetection(**widest)
+    for name, value in (("min_count", 2**31), ("min_count", -1), ("min_pattern_size", -1)):
+        with pytest.raises(ValueError, match=f"{name} is {value}; give an integer"):
+            read_repetition_detection("x", widest | {name: value})

@@ -12,6 +12,7 @@ import pytest
 
 from qsample.package.manifest import TokenIds
 from qsample.request.sampling_params import SamplingParams
+from qsample.request.vllm import take_stop_tokens, unknown_field
 from qsample.runtime.call import Call, read_call
 
 MODEL = TokenIds(pad=0, eos=(5, 6), bos=1)
@@ -106,3 +107,26 @@ def test_sampling_params_are_made_and_copied_as_before() -> None:
     params = SamplingParams(0.5, top_k=3)
     for again in (copy.copy(params), pickle.loads(pickle.dumps(params)), replace(params)):
         assert again == params
+
+
+OTHER_NAMES = (
+    "repetition_detection include_stop_str_in_output allowed_token_ids thinking_token_budget"
+)
+
+
+@pytest.mark.parametrize("name", ["min_tokens", *OTHER_NAMES.split()])
+def test_each_name_leads_to_its_argument(name: str) -> None:
+    own = name.replace("tokens", "new_tokens")
+    given = f"SamplingParams has no field {name!r}; give {own} to generate or add_request"
+    assert unknown_field(name, ["temperature"]).startswith(given)
+    assert unknown_field(name, [own]).endswith(f"it is called {own} here")
+
+
+def test_stop_tokens_come_on_top_of_the_models() -> None:
+    for ends, given, expected in ((None, [0], [0]), ((None,), [9], [9]), (0, {9}, [0, 9])):
+        keywords: dict[str, Any] = {"ignore_eos": False, "stop_token_ids": given}
+        take_stop_tokens(keywords, ends)
+        assert keywords == {"eos_token_id": expected}
+    for value in ("5", b"5", {5: 6}, [-1], [True], [1.0], 0):
+        with pytest.raises(ValueError, match=r"stop_token_ids is .*; give a list of token ids"):
+            take_stop_tokens({"stop_token_ids": value}, 5)

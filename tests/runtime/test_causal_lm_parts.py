@@ -19,7 +19,8 @@ from qsample.package.package import Package
 from qsample.request.grammar import Form
 from qsample.runtime import CausalLM, SamplingParams, causal_lm, load
 from qsample.runtime.causal_lm import LoadOptions, _check_ctx_len
-from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, VOCAB, compilation
+from tests.helpers.fake_images import ROWS, picture, placeholders
+from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, POISON, VOCAB, compilation
 from tests.helpers.requests import GREEDY, PROMPTS
 
 FREE = SamplingParams(temperature=0, max_new_tokens=6, eos_token_id=())
@@ -479,3 +480,93 @@ def test_sequences_of_a_call(model: CausalLM) -> None:
     assert model.prepare(endless, 32)[0][0].request.max_length == 32
     assert model.prepare(endless)[0][0].request.max_length == MAX_POSITIONS
     assert model.interface.vocab_size == VOCAB
+
+
+# How a batch is run
+
+lm: Any = causal_lm
+
+
+def test_seconds_until_every_row_has_a_token_and_from_there(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of steps; a second row, of more pieces, has its first token last."""
+    steps = [100]
+    monkeypatch.setattr(lm, "time", SimpleNamespace(perf_counter=lambda: float(steps[-1])))
+    plain = lm.DecodeLoop.step
+    firsts: dict[int, int] = {}
+
+    def step(loop: Any) -> None:
+        steps.append(steps[-1] + 1)
+        plain(loop)
+        for sequence in loop._scheduler.in_slots:
+            if sequence.progress.sampled:
+                firsts.setdefault(sequence.request.seed, steps[-1])
+
+    monkeypatch.setattr(lm.DecodeLoop, "step", step)
+    prompts = [[5], [5] * (4 * PIECE_SIZE + 1)]
+    timing = model.generate(prompts, FREE, seed=7, prefill_chunk_size=PIECE_SIZE).timing
+    assert firsts[8] > firsts[7]
+    until_then, after = firsts[8] - 100, steps[-1] - firsts[8]
+    assert until_then != after
+    assert (timing.prefill_seconds, timing.decode_seconds) == (until_then, after)
+
+
+def test_how_the_loop_of_a_batch_is_made(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with an end is read after each step, unless the caller says otherwise."""
+    made: list[Any] = []
+    plain = lm.DecodeLoop
+
+    def make(slots: Any, scheduler: Any, deliver: Any, *, double_buffering: bool) -> Any:
+        made.append((slots.count, slots.capacity, scheduler._config, double_buffering))
+        return plain(slots, scheduler, deliver, double_buffering=double_buffering)
+
+    monkeypatch.setattr(lm, "DecodeLoop", make)
+    monkeypatch.setattr(lm, "choose_flush_every", lambda sessions, flush_every: flush_every or 3)
+    model.generate([[5] * 60, [6]], FREE)
+    given: dict[str, Any] = {"prefill_chunk_size": 8, "flush_every": 2}
+    model.generate([5], FREE, **given, double_buffering=False, max_time=1000.0)
+    model.generate([5], FREE, max_time=1000.0)
+    usual = lm.SchedulerConfig.of(model.sessions, flush_every=3, interleave=False)
+    assert made == [
+        (2, 128, usual, True),
+        (1, 64, replace(usual, **given), False),
+        (1, 64, replace(usual, flush_every=1), True),
+    ]
+
+
+def test_rows_without_a_finite_logit_are_named_and_advice_is_given_once(
+    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm, "faster_way", lambda package: "compile it")
+    model = load(fake().path)
+    with pytest.warns(UserWarning, match="^compile it$"):
+        model.generate([5], FREE)
+    with pytest.warns(UserWarning, match=r"^rows \[1, 2\] ended early") as warned:
+        output = model.generate([[5], [5, POISON], [POISON], [6]], FREE)
+    assert output.finish_reasons == ["length", "invalid", "invalid", "length"]
+    assert len(warned) == 1
+
+
+def test_images_are_read_by_an_encoder_with_the_options_of_the_model(
+    fake: Callable[..., Package], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[Any] = []
+    plain = lm.VisionEncoder
+
+    def encoder(*given: Any) -> Any:
+        opened.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(lm, "VisionEncoder", encoder)
+    model = load(fake(image=ROWS).path, "cpu", image_cache_bytes=5000, intra_op_num_threads=1)
+    prompt, images = [5, *placeholders(4), 6], [[picture(8, 8, seed)] for seed in (0, 1, 0)]
+    one, other, again = model.generate([prompt] * 3, GREEDY, images=images).token_ids
+    assert one == again != other
+    ((package, cache_bytes, provider, options),) = opened
+    assert (package, cache_bytes, provider) == (model.package, 5000, "cpu")
+    assert options.intra_op_num_threads == 1
+    for seed, given in enumerate(images):
+        model.save_prefix([*prompt, *[7] * 64], tmp_path / f"{seed}", images=given)
+    first, second, third = ((tmp_path / f"{seed}").read_bytes() for seed in range(3))
+    assert first == third != second

@@ -1,17 +1,22 @@
-"""The options of an engine, what it refuses before it takes a request, and outputs in order; no request runs."""
+"""The options of an engine, what it refuses before it takes a request, and outputs in order; functions
+and images of a request."""
 
 from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qsample.errors import EngineClosedError
 from qsample.runtime import CausalLM, Engine, SamplingParams
 from qsample.runtime.engine import EngineOptions, _adapters_of, _check_call, _OrderedOutputs
+from tests.helpers.fake_images import ROWS, picture, placeholders
+from tests.helpers.requests import GREEDY
 
 
 def test_options_by_default() -> None:
@@ -153,3 +158,44 @@ def test_a_closed_engine_has_no_thread(model: CausalLM) -> None:
     assert engine.closed
     engine.close()
     assert threading.active_count() == before
+
+
+def test_a_function_chooses_each_token_of_its_requests(
+    fake_model: Callable[..., CausalLM],
+) -> None:
+    model = fake_model(allowed_tokens=True)
+    newest = [40, 50]
+
+    def next_number(step: Any, mask: np.ndarray) -> None:
+        for row in range(2):
+            if step is not None and step.emitted[row]:
+                assert step.tokens[row] == newest[row]
+                newest[row] += 1
+            mask[row] = 0
+            mask[row, newest[row] // 32] = 1 << newest[row] % 32
+
+    params = SamplingParams(temperature=1.0, max_new_tokens=4, eos_token_id=())
+    with Engine(model, slots=3) as engine:
+        free = engine.add_request([5], params, seed=3)
+        rows = engine.add_requests([6], params, num_return_sequences=2, allowed_tokens=next_number)
+        assert [row.result(60).token_ids for row in rows] == [
+            [40, 41, 42, 43],
+            [50, 51, 52, 53],
+        ]
+        assert free.result(60).token_ids == model.generate([5], params, seed=3).token_ids[0]
+
+
+def test_images_of_a_request_are_read_before_it_waits(
+    fake_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fake_model(image=ROWS)
+    prompt, images = [5, *placeholders(4), 6], [picture(8, 8)]
+    with Engine(model, slots=1, max_waiting=0) as engine:
+        with monkeypatch.context() as failing:
+            failing.setattr(model.images, "compute_features", None)
+            with pytest.raises(TypeError, match="NoneType"):
+                engine.add_request(prompt, images=images)
+        # Its place is free again.
+        request = engine.add_request(prompt, GREEDY, images=images, timeout=60)
+        expected = model.generate([prompt], GREEDY, images=[images])
+        assert request.result(60).token_ids == expected.token_ids[0]

@@ -77,3 +77,33 @@ def test_optional_outputs_are_arrays_that_are_filled_after_the_end_of_a_row(
     assert np.isnan(output.logprobs[0, 2:]).all()
     assert (output.top_logprob_ids[0, 2:] == -1).all()
     assert (output.probs[0, 2:] == 0).all()
+
+
+def test_fields_by_name_and_names_that_are_absent(model: CausalLM) -> None:
+    output = model.generate(np.array([[5, 6, 7]]), do_sample=False, max_new_tokens=3)
+    assert output["token_ids"] is output.token_ids
+    with pytest.raises(KeyError, match=r"'scores'; the fields are sequences, token_ids, texts"):
+        output["scores"]
+    for name, reason in (("scores", ": "), ("attentions", ": "), ("cuda", ", a NumPy array here")):
+        with pytest.raises(AttributeError, match=f"^generate returns no {name}{reason}"):
+            getattr(output, name)
+    largest = output.max()
+    assert type(largest) is np.int64
+    copied = copy.deepcopy(output)
+    copied.token_ids[0].append(9)
+    copied.sequences[0, 0] = 9
+    assert len(output.token_ids[0]) == 3
+    assert output.tolist()[0][0] == 5
+    assert copied.timing == output.timing
+
+
+@pytest.mark.parametrize("given", ["tensor", "mapping", "list", "nothing", "array"])
+def test_tensors_in_a_process_that_uses_torch(given: str, model: CausalLM) -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([[5, 6, 7]])
+    prompts: dict[str, Any] = {
+        "tensor": ids, "mapping": {"input_ids": ids}, "list": [5, 6, 7], "nothing": None, "array": ids.numpy(),
+    }  # fmt: skip
+    output = model.generate(prompts[given], max_new_tokens=1)
+    is_tensor = given in ("tensor", "mapping", "nothing")
+    assert isinstance(output.sequences, torch.Tensor if is_tensor else np.ndarray)

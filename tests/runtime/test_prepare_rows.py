@@ -188,6 +188,15 @@ def test_a_function_sees_each_token() -> None:
     for row in made:
         assert row.request.guided
         assert (row.request.parameters["allowed_tokens"] == -1).all()
+    guessing = interface(allowed_tokens=True, num_speculative_tokens=3)
+    params = SamplingParams(prompt_lookup_num_tokens=3)
+    for function, guesses, expected in ((None, 3, [8]), (lambda step, mask: None, 0, None)):
+        call = Call(inputs=[5], params=params, allowed_tokens=function, prediction=[8])
+        (row,), _ = make_sequences(call, guessing, TOKENS, None, lambda need: 64, {}, TEXT_ONLY)
+        most = row.request.parameters["prompt_lookup_num_tokens"]
+        assert (most.tolist(), most.dtype.name) == (guesses, "int32")
+        given = row.request.expected_tokens
+        assert (None if given is None else given.tolist()) == expected
 
 
 @pytest.mark.parametrize("of", [MASKS, interface(allowed_tokens=True, grammars=True)])

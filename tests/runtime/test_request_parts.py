@@ -96,11 +96,15 @@ def test_text_that_is_certain_only_at_the_end() -> None:
 
 
 def test_the_stop_string_of_an_output() -> None:
-    request, sequence, _ = made(stops=("a",))
-    sequence.progress.sampled.append(LETTER_A)
+    """Of what was read after it, nothing is told."""
+    request, sequence, _ = made(stops=("a",), output_names=("probs",))
+    sequence.progress.sampled += [LETTER_A, LETTER_A + 1]
+    sequence.progress.outputs += [{"probs": np.array([7.0])}, {"probs": np.array([8.0])}]
     request.update()
     request.finish(sequence.finish_reason)
     output = request.result()
+    (delta,) = request
+    assert delta.outputs["probs"].tolist() == output.outputs["probs"].tolist() == [[7.0]]
     assert (output.text, output.stop_string, output.finish_reason) == ("", "a", "stop")
 
 

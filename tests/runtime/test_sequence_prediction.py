@@ -34,3 +34,12 @@ def test_guesses_follow_the_expected_tokens(sampled: list[int], guesses: list[in
         for count in [*range(0, len(sampled), step), len(sampled)]:
             found = prediction.draft(sampled[:count], 3)
         assert (found.tolist(), found.dtype) == (guesses, np.int32)
+
+
+def test_the_longest_of_eight_tokens_counts() -> None:
+    """Where the row leaves the text, it goes on behind the first place with its last eight tokens, not behind an
+    earlier one with seven, nor behind a later one with nine."""
+    tokens = [*range(1, 10)]
+    text = [50, *tokens[:8], 60, *tokens[2:], 70, 0, *tokens[1:], 80, 0, *tokens, 90]
+    found = Prediction(np.array(text)).draft([50, *tokens], 1)
+    assert found.tolist() == [80]

@@ -9,7 +9,7 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import LENGTH
 from qsample.sampler.call import Call
 from qsample.sampler.tensor import Tensor, Tensors
-from tests.helpers.computed import computed
+from tests.helpers.computed import computed, graph_of
 from tests.helpers.sampler_cases import PAD, interface, make_inputs, sampler
 
 FACES = [Interface(300, (), captured=captured) for captured in (False, True)]
@@ -87,6 +87,32 @@ def test_what_a_step_reads() -> None:
     ]
 
 
+@pytest.mark.parametrize(("width", "read"), [(1, 6), (3, 9), (4, 0)])
+def test_the_newest_tokens(width: int, read: int) -> None:
+    """Of every start, length and count: exactly so many columns, those whose tokens are the newest."""
+    grid = np.meshgrid(np.arange(read + 1), np.arange(1, width + 1), np.arange(15))
+    start, lengths, count = (axis.ravel().astype(np.int32) for axis in grid)
+    tokens = np.tile(np.arange(100, 110, dtype=np.int32), (len(start), 1))
+    ids = np.tile(np.arange(200, 200 + width), (len(start), 1))
+
+    def function(
+        tokens: Tensor, start: Tensor, ids: Tensor, lengths: Tensor, *more: Tensor
+    ) -> Tensors:
+        inputs = {"tokens": tokens, "lengths": start, "input_ids": ids, "input_lengths": lengths}
+        call, (count, most) = (
+            Call(interface(300), inputs | {"status": start, "emit": start > 0}),
+            more,
+        )
+        return call.newest(most, count.unsqueeze()), call.history(most)
+
+    newest, history = computed(function, tokens, start, ids, lengths, count, np.array([read]))
+    assert newest.shape == history.shape == (len(start), read + width)
+    assert set(newest.ravel()) <= {0.0, 1.0}
+    for row, many in enumerate(count.tolist()):
+        text = [*tokens[row, : start[row]], *ids[row, : lengths[row]]]
+        assert history[row][newest[row] == 1].tolist() == text[max(len(text) - many, 0) :]
+
+
 def test_a_new_row_has_no_past() -> None:
     """The old content of its buffer is not penalized."""
     for face in FACES:
@@ -124,3 +150,20 @@ def test_chunks_do_not_change_the_token() -> None:
         state |= {name: result[f"{name}_RetainedState"] for name in names}
     for name, value in whole.items():
         np.testing.assert_array_equal(result[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_only_some_rows_need_is_a_branch_but_in_a_captured_graph(captured: bool) -> None:
+    """A graph for replay has no control flow: it always computes what a row may need."""
+
+    def function(start: Tensor, values: Tensor) -> Tensor:
+        inputs = {"tokens": values, "lengths": start, "input_ids": values, "input_lengths": start}
+        face = Interface(300, (), captured=captured)
+        call = Call(face, inputs | {"status": start, "emit": start > 0})
+        return call.branch(start > 3, lambda: values + 1.0, lambda: values)
+
+    for start in ([4, 0], [3, 0]):
+        given = (np.array(start, np.int32), np.zeros((2, 5), np.float32))
+        nodes = [node.op_type for node in graph_of(function, *given).graph.all_nodes()]
+        assert ("If" in nodes) != captured
+        assert (computed(function, *given)[0] == (4 in start or captured)).all()

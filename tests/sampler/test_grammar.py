@@ -7,6 +7,10 @@ import pytest
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import INVALID_LOGITS, LENGTH, RUNNING, STOPPED
+from qsample.sampler import grammar
+from qsample.sampler.tensor import Tensor, Tensors
+from tests.helpers.computed import computed
+from tests.helpers.reference_grammar import after_token, drafted, random_tables, state_in_time
 from tests.helpers.sampler_cases import PAD, Array, make_inputs, sampler
 
 VOCAB = 8
@@ -222,3 +226,43 @@ def test_a_mask_and_a_grammar(face: Interface) -> None:
     )
     drawn = [np.flatnonzero(row).tolist() for row in result["probs"]]
     assert drawn == [[*range(VOCAB)], [0, 1, 2], [0, 2], [3, 4]]
+
+
+def test_guesses_of_grammars_and_the_states_after_them() -> None:
+    """Against Python loops over rows of random tables, some of which pass their deadline on the way."""
+    rng, rows, most, longest = np.random.default_rng(5), 40, 5, 0
+    tables = random_tables(rng, 20)
+    drafts, transitions = tables["grammar_drafts"], tables["grammar_transitions"]
+    drafts[1:] = np.where(rng.random(11) < 0.9, rng.integers(0, 20, 11), -1)
+    transitions[1:] = np.where(rng.random((11, 6)) < 0.9, rng.integers(1, 12, (11, 6)), -1)
+    lengths = rng.integers(0, 9, rows).astype(np.int32)
+    state = rng.integers(0, 12, rows).astype(np.int32)
+    deadline = lengths + rng.integers(0, 6, rows).astype(np.int32)
+    names = ["grammar_state", "grammar_deadline", "lengths", "input_lengths", "input_ids", *tables]
+
+    def function(guesses: Tensor, *tensors: Tensor) -> Tensors:
+        inputs = dict(zip(names, tensors, strict=True))
+        return *grammar.drafts(inputs, most), grammar.states_along(inputs, guesses)
+
+    given = [
+        {**tables, "grammar_state": state[row], "grammar_deadline": deadline[row]}
+        for row in range(rows)
+    ]
+    wanted = [drafted(row, int(n) + 1, most) for row, n in zip(given, lengths, strict=True)]
+    guesses = np.array([row + [-1] * (most - len(row)) for row in wanted])
+    one, ids = np.ones(rows, np.int32), rng.integers(0, 20, (rows, 1))
+    found, count, along = computed(
+        function, guesses, state, deadline, lengths, one, ids, *tables.values()
+    )
+    assert found.tolist() == guesses.tolist()
+    assert count.tolist() == [len(row) for row in wanted]
+    assert along.shape == (rows, most + 1)
+    for row, tokens in enumerate(wanted):
+        for place, token in enumerate([*tokens, -1]):
+            assert along[row, place] == given[row]["grammar_state"]
+            longest = max(longest, place)
+            before = state_in_time(given[row], int(lengths[row]) + 1 + place)
+            given[row]["grammar_state"] = np.int32(after_token(given[row], before, token))
+            if given[row]["grammar_state"] < 0:  # not allowed: it is never drawn
+                break
+    assert longest == most

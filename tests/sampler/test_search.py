@@ -126,6 +126,28 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
         assert not differ.any(), (row, got[row], wanted)
 
 
+@pytest.mark.parametrize("listed", [[], [2, 0], [3, 1, 3]])
+def test_rows_that_are_not_listed_pass_everything(listed: list[int]) -> None:
+    """Without listed rows, the graph may skip the search. A listed row need not be searched."""
+    keys = np.tile(-np.arange(320.0, dtype=np.float32), (4, 1))
+    keys = np.random.default_rng(3).permuted(keys, axis=1)
+    searched = np.array([[True], [True], [True], [False]])
+
+    def find(keys: Tensor, searched: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        search = Search(rows, skipped=True)
+        weighted = WeightedKeys(keys, keys * 0.0 + 1.0, share * 0.0 - 400.0, share * 0.0)
+        # 10 % of 320 equal weights, and the 100 largest keys.
+        by_count = search.by_count(keys, share * 1000.0, searched)
+        return search.by_weight(weighted, share, searched), by_count
+
+    share = np.full((4, 1), 0.1, np.float32)
+    by_weight, by_count = computed(find, in_blocks(keys), searched, share, np.array(listed, int))
+    found = np.isin(np.arange(4), listed) & searched[:, 0]
+    everything = np.float32(EVERYTHING)
+    assert by_weight[:, 0].tolist() == np.where(found, -31, everything).tolist()
+    assert by_count[:, 0].tolist() == np.where(found, -99, everything).tolist()
+
+
 def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     """600 keys of weight 1 and 1,200 of weight 1/2: the larger keys weigh exactly the wanted weight, not less."""
     weights = np.ones((1, 1920), np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from qsample.sampler.tensor import (
     INT32,
     INT64,
     Tensor,
+    TensorRecord,
     Tensors,
     absolute,
     axis_size,
@@ -200,3 +202,23 @@ def test_a_loop(most: int, begin: bool, expected: tuple[int, int]) -> None:
 
     power, total = computed(function, np.ones((1, 1), np.float32), np.array(begin))
     assert (power.item(), total.item()) == expected
+
+
+@dataclass(frozen=True)
+class Pair(TensorRecord):
+    first: Tensor | TensorRecord
+    second: Tensor | None = None
+
+
+def test_records_through_branches_and_loops() -> None:
+    """Each tensor comes back in its place, those of a record inside as well; an absent one stays absent."""
+
+    def function(x: Tensor) -> Tensors:
+        one, other = (Pair(Pair(x * factor), x - factor) for factor in (2.0, 8.0))
+        more = (x > -9).any()
+        chosen = branch(more, lambda: one, lambda: other)
+        repeated = loop(2, more, chosen, lambda number, before: (more, other))
+        return chosen.tensors() + repeated.tensors() + one.where(x > 2, other).tensors()
+
+    wanted = [X * 2, X - 2, X * 8, X - 8, np.where(X > 2, X * 2, X * 8), X - np.where(X > 2, 2, 8)]
+    np.testing.assert_allclose(computed(function, X), wanted)

@@ -26,7 +26,9 @@ from qsample.transforms.attention import (
 )
 from qsample.transforms.cache import DecodeContext
 from qsample.transforms.decoder import apply_transforms, state_shapes
+from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
+from tests.transforms.decoding import check_decoding, compute_operators
 
 
 def test_a_model_off_the_interface_keeps_its_attention() -> None:
@@ -164,3 +166,33 @@ def test_attention_that_the_interface_does_not_carry(
     query, key, value = (torch.zeros(1, 2, 3, size) for size in sizes)
     with pytest.raises(UnsupportedModelError, match=f"LlamaAttention .*{words}"):
         group_query_attention(module, query, key, value, **{"attention_mask": None, **options})
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {"head_dim": 20}),  # which the operator gets with zeros behind it
+        ("gemma2", {"query_pre_attn_scalar": 40}),  # a window in one layer, soft caps, a scale
+        ("gpt_oss", {}),  # sinks, and a window
+    ],
+)
+def test_both_ways_to_attend_are_transformers(
+    model_type: str, options: dict[str, Any], plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GroupQueryAttention, and plain operators over the same buffers."""
+    compute_operators(monkeypatch)
+    check_decoding(random_model(model_type, **options), plain=plain)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("model_type", "masked"),
+    # Values smaller than keys; a pattern in chunks; layers that attend with the keys of others.
+    [("deepseek_v2", set()), ("llama4_text", {0}), ("gemma3n_text", set())],
+)
+def test_attention_of_other_kinds_is_transformers(
+    model_type: str, masked: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_operators(monkeypatch)
+    assert check_decoding(tiny_model(model_type)).context.masked == masked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,7 @@ from qsample.transforms.decoder import (
     use_last_token_head,
 )
 from tests.helpers.tiny_models import VOCAB_SIZE, random_model
+from tests.transforms.decoding import Decoding, check_decoding, compute_operators
 
 
 def test_every_transform_is_idempotent() -> None:
@@ -144,3 +146,59 @@ def test_the_name_under_which_a_model_takes_its_cache(name: str) -> None:
     context, ids = DecodeContext(), torch.zeros(1, 2, dtype=torch.int64)
     cache = RetainedCache(context, 1)
     assert run_model(cast("Any", Model()), context, ids, ids, cache)[name] is cache
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("llama", {}),
+        ("bloom", {}),  # its own attention
+        ("roberta", {"is_decoder": True}),  # positions from the padding's on
+        ("lfm2", {}),  # a convolution, and attention
+    ],
+)
+def test_a_call_gives_the_logits_of_transformers(
+    model_type: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_operators(monkeypatch)
+    check_decoding(random_model(model_type, **options))
+
+
+def test_a_row_that_has_ended_keeps_its_recurrent_states() -> None:
+    decoding = Decoding(random_model("mamba2"))
+    state = decoding.start(2, 8)
+    decoding.step(state, [[5, 6], [7, 8]])
+    before = dict(state)
+    decoding.step(state, [[9], [9]], ended=1)
+    for spec in decoding.interface.recurrent:
+        assert not torch.equal(state[spec.name][0], before[spec.name][0])
+        assert torch.equal(state[spec.name][1], before[spec.name][1])
+
+
+def test_the_lengths_that_the_operator_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells first pieces by a total of S. Later pieces of several rows have more, and are refused."""
+    given: list[tuple[list[int], int]] = []
+
+    def note(inputs: Any, attributes: dict[str, Any]) -> list[torch.Tensor]:
+        given.append((inputs[5].tolist(), int(inputs[6])))
+        return [inputs[0], inputs[3], inputs[4]]
+
+    compute_operators(monkeypatch, GroupQueryAttention=note)
+    decoding = Decoding(random_model("llama"))
+    for rows in (2, 1):
+        state = decoding.start(rows, 8)
+        for ids in ([[5, 6], [7]], [[8], [9]], [[5, 6], [7, 8]]):
+            decoding.step(state, ids[:rows])
+    of_a_layer = [([1, 1], 2), ([2, 1], 8), ([4, 3], 5), ([1], 8), ([2], 8), ([4], 8)]
+    assert given == [one for one in of_a_layer for _ in range(2)]
+
+
+def test_a_head_shows_its_weight_and_bias() -> None:
+    for bias in (True, False):
+        linear = nn.Linear(3, 4, bias=bias)
+        head = LastTokenHead(linear, DecodeContext())
+        assert head.weight is linear.weight
+        assert head.bias is linear.bias
+    model: Any = SimpleNamespace(get_output_embeddings=lambda: None)
+    with pytest.raises(UnsupportedModelError, match="has no output embeddings"):
+        use_last_token_head(model, DecodeContext())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from qsample.transforms.experts import (
 )
 from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import random_model
+from tests.transforms.decoding import compute_operators
 
 SIZE = 6
 
@@ -129,3 +131,64 @@ def test_eagerly_they_compute_what_their_own_code_computes(model_type: str) -> N
         after = model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(after, before, atol=2e-5, rtol=0)
     assert any(hasattr(module, ACTIVATION) for module in model.modules())
+
+
+def run_marked(inputs: Sequence[Tensor | None], attributes: dict[str, Any]) -> list[Tensor]:
+    """What the marker of a trace stands for, row by row in float64: each row through its expert."""
+    rows, choice, gate, down, gate_bias, down_bias, up = inputs
+    assert rows is not None
+    assert choice is not None
+    count = choice.shape[1]
+    assert choice.sum(1).eq(1).all()
+
+    def matrix(weights: Tensor | None, expert: int, transposed: int) -> Tensor:
+        assert weights is not None
+        own = (weights if weights.ndim == 3 else weights.reshape(count, -1, weights.shape[1]))[
+            expert
+        ]
+        return (own.T if transposed else own).double()
+
+    results = []
+    for row, expert in zip(rows.double(), choice.argmax(1).tolist(), strict=True):
+        joint = matrix(gate, expert, attributes["gate_transposed"]) @ row
+        if up is not None:
+            joint = torch.cat([joint, matrix(up, expert, attributes["gate_transposed"]) @ row])
+        if gate_bias is not None:
+            joint = joint + gate_bias[expert]
+        parts = (joint[::2], joint[1::2]) if attributes["interleaved"] else joint.chunk(2)
+        limit = attributes.get("limit", math.inf)
+        gates, ups = parts[0].clamp(max=limit), parts[1].clamp(-limit, limit)
+        hidden = gates / (1 + torch.exp(-attributes["alpha"] * gates)) * (ups + attributes["beta"])
+        result = matrix(down, expert, attributes["down_transposed"]) @ hidden
+        results.append(result if down_bias is None else result + down_bias[expert])
+    return [torch.stack(results).to(rows.dtype)]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["mixtral", "gpt_oss", "qwen3_moe", "dbrx", "longcat_flash", "llama4_text", "jetmoe"],
+)
+def test_in_a_trace_the_operator_computes_what_their_own_code_computes(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = model_type in ("mixtral", "gpt_oss", "qwen3_moe")
+    model, ids = random_model(model_type) if own else tiny_model(model_type), torch.arange(12)[None]
+    calls = 0
+
+    def counted(inputs: Sequence[Tensor | None], attributes: dict[str, Any]) -> list[Tensor]:
+        nonlocal calls
+        calls += 1
+        return run_marked(inputs, attributes)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name:
+                parameter.normal_()
+        before = model(input_ids=ids, use_cache=False).logits
+        route_experts(model)
+        replace_own_experts(model)
+        compute_operators(monkeypatch, Experts=counted)
+        monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        after = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-4)
+    assert calls == sum(hasattr(module, ACTIVATION) for module in model.modules())

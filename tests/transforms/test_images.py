@@ -62,6 +62,17 @@ def test_outside_of_decoder_calls_it_is_the_table() -> None:
     assert embedding.weight is table.weight
 
 
+@pytest.mark.parametrize(("rows", "features"), [(ROWS, None), (None, torch.ones(4, HIDDEN))])
+def test_a_call_without_images_reads_the_table(
+    rows: torch.Tensor | None, features: torch.Tensor | None
+) -> None:
+    """An id beyond the table, which stands for an image, reads its first row."""
+    table, context = nn.Embedding(8, HIDDEN), call(rows, features)
+    got = ImageEmbedding(table, context, ids_beyond=True)(IDS)
+    assert torch.equal(got, table(torch.where(IDS < 8, IDS, 0)))
+    assert context.added_features == []
+
+
 def test_positions_are_places_and_their_sums_with_offsets() -> None:
     places, offsets = (
         torch.tensor([[4, 5], [0, 1]]),

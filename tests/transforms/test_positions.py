@@ -30,7 +30,9 @@ from qsample.transforms.positions import (
     use_row_positions,
     use_row_windows,
 )
+from tests.architectures.configs import tiny_model
 from tests.helpers.tiny_models import export_without_sampler, random_model
+from tests.transforms.decoding import check_decoding, compute_operators
 
 FIRST_CONTEXT = 32
 LONGROPE: dict[str, Any] = {
@@ -272,3 +274,26 @@ def test_a_model_computes_the_same_and_is_itself_again() -> None:
         after = model(ids[None]).logits
     torch.testing.assert_close(inside, before, atol=1e-5, rtol=0)
     assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("opt", {}),
+        ("biogpt", {}),
+        ("deepseek_v2", {}),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4,
+                     "window_size": 4}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": FIRST_CONTEXT}),
+        ("llama4_text", {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 1],
+                         "num_local_experts": 2, "intermediate_size_mlp": 96, "head_dim": 16,
+                         "floor_scale": 4, "attn_scale": 0.5}),
+    ],
+)  # fmt: skip
+def test_rows_of_a_call_have_their_own_positions(
+    model_type: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths, a step of each, and a prompt in pieces, against transformers."""
+    compute_operators(monkeypatch)
+    own_sizes = model_type == "deepseek_v2"
+    check_decoding(tiny_model(model_type) if own_sizes else random_model(model_type, **options))

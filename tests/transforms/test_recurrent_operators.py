@@ -12,11 +12,23 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from qsample.contract.arrays import Array
-from qsample.transforms.recurrent_operators import causal_convolution, linear_attention
+from qsample.errors import UnsupportedModelError
+from qsample.transforms.recurrent_operators import (
+    RECURRENCES,
+    Chunk,
+    causal_convolution,
+    linear_attention,
+    replacement,
+)
 from tests.helpers.small_graphs import normal
 from tests.helpers.tiny_models import export_without_sampler, random_model
+from tests.transforms.decoding import compute_operators
 
 B, S, GROUPS, HEADS, K, V = 2, 7, 2, 4, 16, 8
 SCALE = 0.3
@@ -182,6 +194,82 @@ def test_a_convolution_in_pieces_is_the_same_to_the_bit() -> None:
         )
         parts.append(output)
     np.testing.assert_array_equal(np.concatenate(parts, axis=-1), wanted)
+
+
+def recurrence(name: str) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+    """transformers' function, its arguments by token, and the others."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if name == "mamba_selective_scan":
+        by_token = {key: random(B, V, S) for key in ("hidden_states", "dt", "z")}
+        by_token |= {"B": random(B, K, S), "C": random(B, K, S)}
+        others: dict[str, Any] = {"A": -random(V, K).abs(), "D": random(V), "delta_bias": random(V)}
+        others |= {"delta_softplus": True, "return_last_state": True}
+        return modeling_mamba.mamba_selective_scan, by_token, others
+    if name == "mamba2_chunk_scan":
+        by_token = {"hidden_states": random(B, S, HEADS, V), "dt": random(B, S, HEADS)}
+        by_token |= {"B": random(B, S, GROUPS, K), "C": random(B, S, GROUPS, K)}
+        others = {"A": -random(HEADS).abs(), "D": random(HEADS), "dt_bias": random(HEADS)}
+        others |= {"dt_softplus": True, "dt_limit": (0.2, 0.9), "chunk_size": 4}
+        return modeling_mamba2.mamba2_chunk_scan, by_token, others | {"return_final_states": True}
+    by_token = {"query": random(B, S, HEADS, K), "key": random(B, S, HEADS, K)}
+    by_token |= {"value": random(B, S, HEADS, V), "beta": random(B, S, HEADS).sigmoid()}
+    others = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if name == "chunk_kimi_delta_attention":
+        by_token["g"] = -random(B, S, HEADS, K).abs() / 4
+        return modeling_kimi_linear.chunk_kimi_delta_attention, by_token, others
+    by_token["g"] = -random(B, S, HEADS).abs()
+    return modeling_olmo_hybrid.torch_chunk_gated_delta_rule, by_token, others
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_recurrence_is_that_of_transformers(name: str) -> None:
+    """In two pieces with padding between them; the second starts from the state after the first."""
+    function, by_token, others = recurrence(name)
+    axis = 2 if name == "mamba_selective_scan" else 1
+    wanted, last = function(**by_token, **others)
+    state, parts = None, []
+    for begin, end, padding in ((0, 3, 2), (3, S, 0)):
+        count = end - begin + padding
+        real = torch.arange(count).expand(B, -1) < end - begin
+        piece = {key: tensor.narrow(axis, begin, count) for key, tensor in by_token.items()}
+        output, state = replacement(name, Chunk(real, state=state))(**piece, **others)
+        parts.append(output.narrow(axis, 0, end - begin))
+    torch.testing.assert_close(torch.cat(parts, axis), wanted, atol=1e-5, rtol=1e-4)
+    assert state is not None
+    last = last.transpose(2, 3) if name == "mamba2_chunk_scan" else last.reshape(state.shape)
+    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-4)
+    with pytest.raises(UnsupportedModelError, match="keeps a state of"):
+        replacement(name, Chunk(state=state[..., :1, :]))(**by_token, **others)
+
+
+def test_a_window_of_inputs_is_taken_once() -> None:
+    """The newest of those that the layer keeps; zeros for the next convolution, and without any."""
+    x, kept = torch.zeros(1, 2, 5), torch.arange(8.0).reshape(1, 2, 4)
+    chunk = Chunk(window=kept)
+    assert chunk.take_window(x, 3).tolist() == [[[1, 2, 3], [5, 6, 7]]]
+    assert torch.equal(chunk.take_window(x, 3), torch.zeros(1, 2, 3))
+    with pytest.raises(UnsupportedModelError, match="over 6 tokens keeps 4 of them"):
+        Chunk(window=kept).take_window(x, 5)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_trace_has_the_operators(delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_operators(monkeypatch)
+    tensors = [torch.from_numpy(one) for one in operands(delta=delta, by_row=not delta).values()]
+    shapes = [(B, 5, 6), (5, 4), (5,), (B, 5, 3)]
+    x, weight, bias, past = (torch.from_numpy(normal(*shape)) for shape in shapes)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        convolved = causal_convolution(x, weight, bias if delta else None, past, silu=delta)
+        return *linear_attention(*tensors, scale=SCALE), convolved
+
+    eager = both()
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    torch.testing.assert_close(both(), eager, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from qsample.transforms.vision import (
     windows_of,
 )
 from tests.helpers.tiny_vlms import random_vlm
+from tests.transforms.decoding import compute_operators
 
 GRIDS = [(4, 6), (2, 14), (10, 8), (16, 16), (6, 2)]
 
@@ -134,3 +135,27 @@ def multi_head(
         query, key, value, mask, scale=scale
     )
     return attended.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen2_5_vl", "qwen3_vl", "glm4v", "gemma4", "llava", "smolvlm", "mistral3", "internvl"],
+)
+def test_a_tower_in_a_trace_gives_the_features_of_transformers(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of images of other numbers of rows and columns than the example's; the model is as before afterwards."""
+    compute_operators(monkeypatch)
+    model: Any = random_vlm(model_type)
+    module = vision_module(model.eval())
+    before = model.base_model.config.to_json_string()
+    for rows, columns in ((2, 1), (3, 2), (1, 3)):
+        image = module.image(rows, columns)
+        with torch.no_grad():
+            output = model.base_model.get_image_features(**image.arguments)
+            (found,) = module(image.inputs).values()
+        parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        wanted = torch.cat([torch.cat([row.flatten(0, -2) for row in part]) for part in parts], -1)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert model.base_model.config.to_json_string() == before
+    assert not any("forward" in vars(part) for part in model.modules())

@@ -4,11 +4,16 @@ itself."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,16 +21,22 @@ import pytest
 
 import qsample
 from qsample import AutoModelForCausalLM
+from qsample.addons.bake import attention
+from qsample.addons.bake import bake as bakery
 from qsample.addons.bake.original import Original
+from qsample.addons.bake.recognise import recognise
 from qsample.addons.bake.source import DecoderSource
 from qsample.cli import run
 from qsample.contract.interface import Features
 from qsample.errors import QsampleError
 from qsample.models.model import PackagedModel, SourceModel
 from qsample.models.sources import CheckpointSource
+from qsample.progress import Stages
 from tests.conftest import made_once
 from tests.helpers.foreign import read, recorded_tokens
 from tests.helpers.reference import philox_uniforms, reference_step
+from tests.helpers.small_decoders import attending
+from tests.helpers.small_graphs import small_graph
 
 Decoder = Callable[[str], tuple[Path, str | None]]
 SETTINGS = [
@@ -35,6 +46,10 @@ SETTINGS = [
 ]
 PROMPTS = [[1, 17, 40, 23, 9], [1, 88], [1, 30, 31, 32, 33, 34]]
 CAPACITY = 40
+LEVEL = (
+    "y = com.microsoft.MatMulNBits <K = 32, N = 4, bits = 4, block_size = 32, accuracy_level = {}>"
+)
+PACKED = "y = com.microsoft.MatMulNBits <K = 32, N = 4, bits = 4, block_size = 32>"
 
 
 @pytest.fixture(scope="session")
@@ -219,3 +234,96 @@ def test_norms_and_rotary_embeddings_of_optimum_are_fused(decoder: Decoder, tmp_
     assert counts["SimplifiedLayerNormalization"] == 9
     assert not counts["ReduceMean"] + counts["Slice"] + counts["Expand"]
     assert sum(counts.values()) <= 85
+
+
+@pytest.mark.parametrize(
+    ("inputs", "node", "arithmetic"),
+    [
+        ("float[B,4] x", "y = Neg (x)", "float32"),
+        ("float16[B,4] x", "y = Shape (x)", "float16"),
+        ("float[B,4] x", "h = Cast <to = 10> (x) y = Shape (h)", "float16"),
+        ("float[B,32] x, uint8[4,1,16] w, float[4] s", f"{PACKED} (x, w, s)", "float32"),
+        ("float[B,32] x, uint8[4,1,16] w, float[4] s", f"{LEVEL.format(1)} (x, w, s)", "float32"),
+        ("float[B,32] x, uint8[4,1,16] w, float[4] s", f"{LEVEL.format(4)} (x, w, s)", "8-bit activations"),
+        ("float16[B,32] x, uint8[4,1,16] w, float16[4] s", f"{LEVEL.format(4)} (x, w, s)", "float16"),
+    ],
+)  # fmt: skip
+def test_the_arithmetic_of_a_graph(inputs: str, node: str, arithmetic: str) -> None:
+    kind = "int64[n]" if "Shape" in node else "float[B,4]"
+    model = small_graph(f"g ({inputs}) => ({kind} y) {{ {node} }}")
+    for made in model.graph:
+        if made.op_type == "Cast":
+            made.outputs[0].type = ir.TensorType(ir.DataType.FLOAT16)
+    assert bakery.arithmetic_of(model) == arithmetic
+
+
+@pytest.mark.parametrize(
+    ("stated", "windows", "limit", "has"),
+    [
+        (None, [4], None, None),
+        (6, [6, -1], None, None),
+        (6, [-1, -1], 6, None),
+        (6, [-1, 0], 7, "has none: it attends to all tokens"),
+        (6, [8, 4, 8], 7, r"has of 4, 8; the baked graph"),
+        (8191, [-1], None, "has none"),
+        (8192, [-1], None, None),
+    ],
+)
+def test_a_window_that_the_context_exceeds_must_be_in_the_graph(
+    stated: int | None, windows: list[int], limit: int | None, has: str | None
+) -> None:
+    """Without a stated context, 8192 tokens are assumed."""
+    foreign: Any = SimpleNamespace(path=Path("m.onnx"))
+    settings: Any = SimpleNamespace(window=stated)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bakery._warn_of_windows(foreign, settings, windows, limit)
+    assert len(caught) == (has is not None)
+    for warning in caught:
+        words = f"m.onnx: its configuration states an attention window of {stated} tokens, and the"
+        assert re.match(f"{words} graph {has}", str(warning.message))
+
+
+@pytest.mark.parametrize(
+    ("context", "size", "longest", "compared"),
+    [
+        (None, None, 8192, None),
+        (100, None, 100, 100),
+        (100_000, None, 32768, 100_000),
+        (None, 48, 48, 48),
+        (40, 48, 40, 40),
+        (100_000, 40_000, 32768, 40_000),
+    ],
+)
+@pytest.mark.parametrize("changed", [False, True])
+def test_how_far_a_file_is_probed_and_compared(
+    context: int | None,
+    size: int | None,
+    longest: int,
+    compared: int | None,
+    changed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to its context and its caches of a fixed size; and a graph that was changed runs in memory."""
+    foreign = recognise(Path("m.onnx"), attending())
+    layers = (replace(foreign.layers[0], size=size),)
+    foreign = replace(foreign, layers=layers, changed=changed)
+    seen: list[Any] = []
+
+    def probed(given: Any, longest: int) -> list[Any]:
+        seen.append(longest)
+        return []
+
+    def stop(original: Any, vocab_size: int, limit: int | None, windows: Any) -> None:
+        seen.append((original, vocab_size, limit, list(windows)))
+        raise InterruptedError
+
+    monkeypatch.setattr(attention, "drop_causal_biases", probed)
+    monkeypatch.setattr(bakery, "counted_positions", probed)
+    monkeypatch.setattr(bakery, "Original", lambda given, rewritten: rewritten)
+    monkeypatch.setattr(bakery, "reference", stop)
+    settings: Any = SimpleNamespace(context=context)
+    stages = Stages(None, bakery._STAGE_SHARES)
+    with pytest.raises(InterruptedError):
+        bakery.rewrite(foreign, Features(), settings, None, stages)
+    assert seen == [longest, longest, (changed, 7, compared, [-1])]

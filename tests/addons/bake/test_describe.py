@@ -6,9 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
-from qsample.addons.bake.describe import describe
+from qsample.addons.bake import attention
+from qsample.addons.bake.conventions import ForeignGraph, refusal
+from qsample.addons.bake.describe import _operators, describe
 from qsample.cli import run
 from qsample.errors import QsampleError
 from tests.helpers.foreign import GROUPED, MOBIUS, PLAIN, TRANSFORMERS, edited
@@ -92,3 +95,27 @@ def test_constants_with_defaults_are_no_inputs(decoder: Decoder, tmp_path: Path)
     (description,) = describe(changed)
     assert description.refusal is None
     assert description.inputs == plain.inputs
+
+
+DECISIVE = (
+    "GroupQueryAttention MultiHeadAttention PagedAttention Softmax LinearAttention CausalConvWithState TensorScatter "
+    "MoE QMoE MatMulNBits MatMulBnb4 MatMulInteger Scan Loop If Attention"
+)
+
+
+def test_the_operators_that_decide_how_a_file_is_baked() -> None:
+    nodes = [ir.node(name, []) for name in (*DECISIVE.split(), "Softmax", "MatMul", "Add")]
+    nodes.append(ir.node("Attention", [], domain="com.microsoft"))
+    model = ir.Model(ir.Graph([], [], nodes=nodes), ir_version=10)
+    assert [*_operators(model)] == [*DECISIVE.split(), "Softmax", "com.microsoft.Attention"]
+
+
+def test_an_attention_that_bake_refuses_is_said(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(foreign: ForeignGraph) -> None:
+        raise refusal(foreign.path, "its attention is not causal")
+
+    monkeypatch.setattr(attention, "check_attentions", refuse)
+    (found,) = describe(decoder("genai_cpu_int4")[0])
+    assert (found.refusal, found.layers) == ("its attention is not causal", "")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from qsample.addons.bake.conventions import FLAT, ForeignGraph, Layer
-from qsample.addons.bake.original import Original, reference
+from qsample.addons.bake.original import Original, probes, reference
 from qsample.addons.bake.rows import counted_positions
 from tests.helpers.small_graphs import small_graph
 
@@ -100,3 +101,40 @@ def test_a_graph_and_its_cache_by_name(tmp_path: Path) -> None:
     assert layer.shape(7) == (1, 1, 7, SIZE)
     layer.past_key.shape = ir.Shape([None] * FLAT)
     assert layer.shape(7) == (1, 7, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("longest", "calls"),
+    [
+        (128, [(0, 9), (80, 2), (126, 2)]),
+        (9, [(0, 9), (5, 2), (7, 2)]),
+        (8, [(0, 8), (5, 2), (6, 2)]),
+        (1, [(0, 1), (0, 1), (0, 1)]),
+    ],
+)
+def test_probes_fill_a_cache_to_its_last_token(longest: int, calls: list[tuple[int, int]]) -> None:
+    assert probes(longest) == calls
+    assert sum(calls[-1]) == longest
+
+
+@pytest.mark.parametrize(
+    ("windows", "said"),
+    [
+        ((), "none"),
+        ((-1, 0), "none"),
+        ((4, -1, 4), "passed by a prompt"),
+        ((4, 100_000, 90_000), "passed by a prompt, not compared: 90000, 100000"),
+        ((100_000,), "not compared: 100000"),
+    ],
+)
+def test_windows_that_a_prompt_passes(windows: tuple[int, ...], said: str, tmp_path: Path) -> None:
+    original = Original(foreign_graph(tmp_path))
+    found = reference(original, VOCAB, None, windows)
+    assert found.windows == said
+    again = reference(original, VOCAB, None, windows)
+    assert (found.prompts, found.continuations) == (again.prompts, again.continuations)
+    tokens = [token for row in (*found.prompts, *found.continuations) for token in row]
+    assert (min(tokens), max(tokens)) == (0, VOCAB - 1)
+    short = reference(original, VOCAB, 20, windows)
+    sizes = zip(short.prompts, short.continuations, strict=True)
+    assert max(len(row) + len(more) for row, more in sizes) < 20

@@ -393,3 +393,49 @@ def test_states_of_rows() -> None:
         assert where.op_type == "Where"
     assert linear.node.inputs[0] is not None
     assert linear.node.inputs[0].name == "x"  # queries write nothing
+
+
+# The operators that are followed.
+
+COUNTING = (
+    "Range Add Sub Cast CumSum Unsqueeze Squeeze Reshape Slice Expand Where Gather Mul Clip Min Max Identity Flatten "
+    "Concat"
+)
+BETWEEN = "Cast Mul Div Add Sub Tanh Identity Neg Clip Where Reshape Unsqueeze Squeeze Slice Gather"
+PRODUCTS = "MatMul Gemm MatMulNBits MatMulBnb4 FusedMatMul MatMulFpQ4"
+
+
+def following(operator: str, source: str, to: ir.DataType | None = None) -> ForeignGraph:
+    """A decoder with an operator behind a value."""
+    body = f"size = Shape(past_0_key) m = MatMul(x, head) out = {operator}({source})"
+    foreign = decoder(f"{body} logits = Neg(out)")
+    if to is not None:
+        node = next(node for node in foreign.graph if node.outputs[0].name == "out")
+        node.attributes["to"] = ir.AttrInt64("to", to)
+    return foreign
+
+
+@pytest.mark.parametrize("operator", [*COUNTING.split(), "Abs", "MatMul", "Div", "Shape"])
+def test_operators_that_count_positions(operator: str) -> None:
+    foreign = following(operator, "size", INT64 if operator == "Cast" else None)
+    names = [value.name for value in module._counting_values(foreign)]
+    assert names == (["out"] if operator in COUNTING.split() else [])
+
+
+@pytest.mark.parametrize(("dtype", "counts"), [(INT32, True), (INT64, True), (FLOAT, False)])
+def test_positions_are_integers(dtype: ir.DataType, counts: bool) -> None:
+    assert bool(module._counting_values(following("Cast", "size", dtype))) is counts
+
+
+@pytest.mark.parametrize("operator", [*BETWEEN.split(), "Transpose", "Softmax", "Concat"])
+def test_operators_between_the_head_and_the_logits(operator: str) -> None:
+    head, between = module._head(following(operator, "m, two").logits)
+    passes = operator in BETWEEN.split()
+    assert (head is not None) is passes
+    assert [node.op_type for node in between] == (["Neg", operator] if passes else [])
+
+
+@pytest.mark.parametrize("operator", [*PRODUCTS.split(), "Einsum"])
+def test_products_that_make_logits(operator: str) -> None:
+    head, _ = module._head(following(operator, "x, head").logits)
+    assert (head is not None) is (operator in PRODUCTS.split())

@@ -174,6 +174,10 @@ X = "g (float[B,4] x) => (float[B,M] y)"
         (14, "y = ReduceMean<axes=[1], keepdims=1> (x)", 20),
         (17, "y = ReduceMax<axes=[-1], keepdims=1> (x)", 20),
         (17, "y = ReduceMean (x)", 20),
+        *(
+            (17, f"y = Reduce{kind}<axes=[1], keepdims=1> (x)", 20)
+            for kind in ("Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
+        ),
         (18, "y = Softmax (x)", 20),
         (20, "y = Softmax (x)", 20),
         (24, "y = Softmax (x)", 20),

@@ -13,6 +13,7 @@ import pytest
 from qsample.compiler.passes.capture import (
     cut_splits,
     fix_total_length,
+    host_arithmetic,
     host_data,
     host_nodes,
     lower_opset,
@@ -61,6 +62,11 @@ def test_numbers_from_shapes_are_cut_out_on_the_device(number: str, offset: int)
     assert apply(model, partial(remove_host_copies, limit=10))
     assert host_data(model.graph) == []
     assert not remove_host_copies(model, 10)
+    place = {node: index for index, node in enumerate(model.graph)}
+    read = [
+        (node, value.producer()) for node in place for value in node.inputs if value is not None
+    ]
+    assert all(place[source] < place[node] for node, source in read if source is not None)
     feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
     result, flat = results(model, feeds)
     assert result.tolist() == [3 + offset, 4 + offset]
@@ -73,6 +79,17 @@ def test_shapes_that_the_graph_fixes_become_constants() -> None:
     assert apply(model, partial(remove_host_copies, limit=10))
     assert "Shape" not in operators(model)
     assert host_data(model.graph) == []
+    feeds = {"x": np.zeros((2, 7), np.float32), "lengths": np.array([3, 4])}
+    result, flat = results(model, feeds)
+    assert (result.tolist(), flat.shape) == ([9, 10], (2, 7))
+
+
+def test_arithmetic_on_shapes_that_the_host_reads() -> None:
+    """Behind the shapes themselves; a device's kernels may read more there than CUDA's."""
+    graph = decoder().graph
+    assert [node.name for node in host_arithmetic(graph, {})] == ["of_shape"]
+    more = host_arithmetic(graph, {"Add": (1, 2), "Concat": (0,)})
+    assert sorted(str(node.name) for node in more) == ["of_last", "of_number", "of_shape"]
 
 
 def test_more_than_a_number_stays_and_is_named() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.passes.expert_rows import repeat_expert_rows
+from qsample.compiler.passes.expert_rows import repeat_expert_rows, row_multiple
 from qsample.compiler.quantize.experts import quantize_experts
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.graph.moe import OP_TYPE, QUANTIZED_OP_TYPE
@@ -50,3 +50,20 @@ def test_a_row_alone_is_as_among_others(bits: int | None, tmp_path: Path) -> Non
     np.testing.assert_array_equal(
         run(slice(6)), run(slice(6), row_multiple=1)
     )  # unless a session asks for it
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_the_row_multiple_is_an_input_with_a_default(declared: bool) -> None:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="g")
+    if declared:
+        graph.inputs.append(ir.val("row_multiple", ir.DataType.INT64, []))
+    value = row_multiple(graph, 2)
+    assert row_multiple(graph, 1) is value
+    assert (list(graph.inputs), list(graph.initializers.values())) == ([value], [value])
+    assert (value.name, value.dtype, value.shape) == (
+        "row_multiple",
+        ir.DataType.INT64,
+        ir.Shape([]),
+    )
+    assert value.const_value is not None
+    assert value.const_value.numpy() == 2, "of the first who asked"

@@ -66,6 +66,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], Array]] = {
     "top": (lambda x: top(x, 2)[0], IDS),
     "gather": (lambda x: x.gather(top(x, 3, largest=False)[1]), IDS),
     "shape": (lambda x: op("Range", 0, op("Squeeze", op("Shape", x, start=-1)), 1), IDS),
+    "sizes": (lambda x: op("Shape", x, end=-1), IDS),
+    "all sizes": (lambda x: op("Shape", x), FLAGS),
     "power": (
         lambda x: op("Pow", x.columns(0, 1), x),
         np.linspace(1, 2, 8, dtype=np.float32).reshape(2, 4),

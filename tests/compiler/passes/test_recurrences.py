@@ -110,3 +110,30 @@ def test_a_recurrence_whose_start_is_read_elsewhere_stays() -> None:
     start.type, start.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["B", 2, 4, 4])
     model.graph.outputs.append(start)
     assert not branch_where_rows_begin(model)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("float none = {0}", "float none = {1}"),
+        ("(rows, state, none)", "(rows, state, rest)\n rest_read = Neg (rest)"),
+        ("(rows, state, none)", "(rows, kept, none)"),
+        ("(x, x, x, start, decay)", "(x, x, x, start, decay)\n again = Neg (start)"),
+        ("(x, x, x, start, decay)", "(x, x, x, copied, decay)"),
+    ],
+    ids=["not zeros", "computed", "no input", "read twice", "no choice"],
+)
+def test_other_starts_stay(old: str, new: str) -> None:
+    text = RECURRENCE.replace(
+        "has_begun =", "kept = Identity (state)\n rest = Neg (none)\n has_begun ="
+    )
+    text = text.replace("result, next", "copied = Identity (start)\n result, next").replace(
+        old, new
+    )
+    if "copied, decay" not in text:
+        text = text.replace("copied = Identity (start)\n", "")
+    model = parse(text)
+    model.opset_imports["com.microsoft"] = 1
+    before = operators(model.graph)
+    assert not branch_where_rows_begin(model)
+    assert operators(model.graph) == before

@@ -7,7 +7,7 @@ from dataclasses import replace
 import onnx_ir as ir
 import pytest
 
-from qsample.compiler.quantize import Preset
+from qsample.compiler.quantize import INT_BITS, PRESETS, Preset, entry_of_table
 from qsample.compiler.quantize.bits import PLAIN, BitsTable, layers_of, names_of, table_of
 from qsample.compiler.quantize.methods import WeightQuantization
 from qsample.graph.edit import insert, put_behind
@@ -194,3 +194,23 @@ def test_defaults_of_a_table() -> None:
         ("lm_head", "int4:16"),
         ("layers.1.*", "int8:128"),
     ]
+
+
+def test_presets() -> None:
+    """As in docs/quantization.md: the method, the weights that share a scale, and the bits of the head and of the outer
+    layers."""
+    assert {name: tuple(preset) for name, preset in PRESETS.items()} == {
+        "quick": ("rtn", 32, "int4:32", "int8:128"),
+        "balanced": ("gptq", 64, "int4:32", "int8:128"),
+        "speed": ("gptq", 128, "int4:32", "int4"),
+    }
+    assert [preset.fitted for preset in PRESETS.values()] == [False, True, True]
+
+
+def test_entries_of_tables() -> None:
+    assert dict(INT_BITS) == {"int2": 2, "int4": 4, "int8": 8}
+    entries = {"int2": (2, None), "int4:16": (4, 16), "int8:256": (8, 256), "float": (None, None)}
+    assert {entry: entry_of_table(entry) for entry in entries} == entries
+    for entry in ("", "int3", "int4:", "int4:48", "float:32", ":32", "int4:32:32"):
+        with pytest.raises(ValueError, match=f"{entry!r} is no entry of a table of bits"):
+            entry_of_table(entry)

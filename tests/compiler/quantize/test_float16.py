@@ -65,7 +65,9 @@ def test_experts_are_stored_in_float16_and_other_dtypes_stay() -> None:
     model = small_graph(
         """
         mixture (float[B,4] x, float[B,2] router, float16[B,4] z, float[2,8,4] fc1, float[2,4,4] fc2, float16[4,4] half)
-            => (float[B,4] y, float16[B,4] other) {
+            => (float[B,4] y, float16[B,4] other, float[B,4] computed) {
+            turned = Neg (fc2)
+            computed = com.microsoft.MoE <k = 1> (x, router, fc1, , turned)
             y = com.microsoft.MoE <k = 1> (x, router, fc1, , fc2)
             other = MatMul (z, half)
         }""",

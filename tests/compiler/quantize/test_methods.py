@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qsample.compiler.quantize import methods
 from qsample.compiler.quantize.methods import WeightQuantization, quantize_matrix
 from qsample.compiler.quantize.rounding import choose_grid, round_to_grid
 from tests.helpers.quantized_checkpoints import stored_levels
@@ -87,6 +88,16 @@ def test_mxfp4_is_carried_in_eight_bits(block_size: int, dtype: type) -> None:
     )
     floats, _, _ = meaning(weight, WeightQuantization(8, block_size))
     np.testing.assert_array_equal(floats, weight.astype(np.float64))
+
+
+@pytest.mark.parametrize("weights_per_part", [1, 3 * INPUTS])
+def test_exact_blocks_are_found_in_parts_of_any_size(
+    weights_per_part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "_WEIGHTS_PER_PART", weights_per_part)
+    steps = np.random.default_rng(0).integers(-12, 13, (INPUTS, OUTPUTS)).astype(np.float32)
+    floats, _, _ = meaning(steps / 4, WeightQuantization(8, 32))
+    np.testing.assert_array_equal(floats, steps / 4)
 
 
 def test_what_is_no_way_to_quantize() -> None:

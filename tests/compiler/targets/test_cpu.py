@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 
 from qsample.compiler import pipeline
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
-from qsample.compiler.targets import cpu, web
+from qsample.compiler.targets import Capability, cpu, web
 from qsample.compiler.targets.cpu import TARGET
 from qsample.contract.interface import (
     Features,
@@ -84,13 +85,13 @@ def test_several_rows_read_their_guesses_packed(
     """A single row has no padding."""
     got: list[bool] = []
 
-    def check_guesses(model: object, *, pack: bool, pad_token_id: int, **_: object) -> bool:
-        assert pad_token_id == 5
+    def check_guesses(model: object, *, interface: str, pack: bool, pad_token_id: int) -> bool:
+        assert (interface, pad_token_id) == ("its interface", 5)
         got.append(pack)
         return False
 
     monkeypatch.setattr(cpu, "check_guesses", check_guesses)
-    monkeypatch.setattr(cpu.CpuTarget, "interface", lambda self, plan: None)
+    monkeypatch.setattr(cpu.CpuTarget, "interface", lambda self, plan: "its interface")
     plan: Any = SimpleNamespace(
         options=SimpleNamespace(num_speculative_tokens=guesses),
         batch_size=batch_size,
@@ -221,6 +222,12 @@ def test_phases_that_only_some_plans_have(monkeypatch: pytest.MonkeyPatch) -> No
         given: Any = phase.run
         assert given.keywords["final"] == (weights is None)
         assert given.keywords["providers"] == ("CPUExecutionProvider",)
+        assert given.keywords["level"] == ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    found: dict[str, Any] = {
+        phase.name: phase.run for phase in TARGET.phases(plan_of(weights="int4"))
+    }
+    assert found["quantize-matrices"].keywords == {"pads": True}
+    assert found["place-optimized"].keywords == {"default": "CPUExecutionProvider"}
     guessing = names(TARGET.phases(plan_of(num_speculative_tokens=2, kv_cache_dtype="int8")))
     assert "check-guesses" in guessing
     monkeypatch.setattr(cpu, "is_version", lambda least: True)
@@ -233,3 +240,16 @@ def test_phases_that_only_some_plans_have(monkeypatch: pytest.MonkeyPatch) -> No
     assert "round-activations" not in of_web
     assert of_web[-1] == "cut-weights"
     assert of_web.index("keep-activations") == of_web.index("check") + 1
+
+
+def test_what_the_cpu_takes() -> None:
+    assert (TARGET.name, TARGET.execution_providers) == ("cpu", ("CPUExecutionProvider",))
+    assert (TARGET.dtypes, TARGET.weight_bits) == (("float32", "float16"), (2, 4, 8))
+    assert TARGET.kv_cache_dtypes == ("int8", "int4")
+    assert TARGET.capabilities == {*Capability} - {Capability.DTYPE_CONVERSION}
+    assert [TARGET.fixed_axes(plan_of(batch_size=size)) for size in (1, 2, None)] == [
+        {"B": 1},
+        {},
+        {},
+    ]
+    assert TARGET.interface(plan_of(kv_cache_dtype="int4")).kv_cache_dtype == "int4"

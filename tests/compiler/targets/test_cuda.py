@@ -25,7 +25,7 @@ from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import INT_BITS
 from qsample.compiler.quantize.blocks import quantization_report
-from qsample.compiler.targets import cuda
+from qsample.compiler.targets import Capability, cuda
 from qsample.compiler.targets.cuda import CudaTarget, capture_problems
 from qsample.contract.arrays import DTYPES
 from qsample.contract.interface import Features, Interface, KeyValueShape
@@ -388,7 +388,7 @@ def test_a_graph_that_cannot_be_replayed_is_refused() -> None:
     cuda.check_capture(SimpleNamespace(model=fine))  # type: ignore[arg-type]
 
 
-def test_what_packages_for_cuda_declare() -> None:
+def test_what_packages_for_cuda_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Package(
         Path("/models/one"), manifest(interface=Interface(50, (KeyValueShape(1, 8),)))
     )
@@ -406,6 +406,28 @@ def test_what_packages_for_cuda_declare() -> None:
     assert target.execution_providers == ("CUDAExecutionProvider", "CPUExecutionProvider")
     assert dict(target.provider_options) == {"enable_cuda_graph": "1", "use_tf32": "0"}
     assert dict(target.default_options) == {"dtype": "bfloat16"}
+    assert (target.dtypes, target.weight_bits) == (("float16", "bfloat16"), (4, 8))
+    assert target.capabilities == {
+        Capability.DTYPE_CONVERSION,
+        Capability.SEVERAL_DEVICES,
+        Capability.IMAGES,
+    }
+    place: Any = target.phases(plan)[-1].run
+    assert place.keywords == {
+        "providers": target.execution_providers,
+        "provider_options": target.provider_options,
+    }
+    asked: list[Any] = []
+
+    def note(*given: Any, **named: Any) -> list[Any]:
+        asked.append((given, named))
+        return []
+
+    monkeypatch.setattr(cuda, "lean_phases", note)
+    monkeypatch.setattr(cuda, "quantization_phases", note)
+    target.phases(plan)
+    assert asked == [(("cuda", 40), {}), ((plan,), {"expert_block_sizes": (64, 128)})]
+    monkeypatch.undo()
     model = small_graph("g (float[B,T] x) => (float[B,T] y) { y = Neg (x) }")
     run_on(model, [phase for phase in target.phases(plan) if phase.name == "fix-axes"])
     assert [str(size) for size in model.graph.inputs[0].shape or ()] == ["B", "40"]

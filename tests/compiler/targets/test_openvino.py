@@ -92,6 +92,7 @@ def test_what_openvino_declares() -> None:
         "INFERENCE_PRECISION_HINT": "f32",
     }
     assert (target.dtypes, target.capabilities) == (("float32",), frozenset())
+    assert (target.weight_bits, target.kv_cache_dtypes) == ((4, 8), ("int8",))
     package = Package(
         Path("/models/one"), manifest(interface=Interface(50, (KeyValueShape(1, 8),)))
     )

@@ -13,6 +13,8 @@ from qsample.compiler import write as publish
 from qsample.compiler.compile import compile_package
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
+from qsample.compiler.targets import Capability
+from qsample.compiler.targets import web as web_module
 from qsample.compiler.targets.webgpu import TARGET, host_shapes
 from qsample.package.package import read_package
 from qsample.runtime import load
@@ -88,3 +90,16 @@ def test_the_graph_for_webgpu(llama_package: Path, tmp_path: Path) -> None:
     assert {node.name for node in totals} <= set(named)
     assert all(node.op_type != "Shape" for node in model.graph if node.name in named)
     assert dict(made.provider_options) == {"forceCpuNodeNames": " ".join(named)}
+
+
+def test_what_browsers_take() -> None:
+    target = web_module.TARGET
+    assert (target.name, target.execution_providers) == ("web", ("CPUExecutionProvider",))
+    assert (target.weight_bits, target.kv_cache_dtypes) == ((4, 8), ("int8",))
+    assert target.capabilities == {
+        Capability.FLOAT16_WEIGHTS,
+        Capability.CALIBRATION,
+        Capability.ADAPTERS,
+        Capability.IMAGE_BLOCKS,
+        Capability.CPU_SELF_TEST,
+    }

@@ -149,6 +149,14 @@ def test_what_packages_for_webgpu_declare() -> None:
     assert dict(TARGET.provider_options) == {"enableInt64": "1"}
     assert dict(TARGET.default_options) == {"weights": "int4"}
     assert (TARGET.dtypes, TARGET.weight_bits) == (("float32", "float16"), (4, 8))
+    assert TARGET.kv_cache_dtypes == ()
+    assert set(TARGET.capabilities) == {targets.Capability.DTYPE_CONVERSION}
+    phases: dict[str, Any] = {phase.name: phase.run for phase in TARGET.phases(plan)}
+    assert phases["join-flat-sampler"].keywords == {"for_webgpu": True}
+    assert phases["place"].keywords == {
+        "providers": TARGET.execution_providers,
+        "provider_options": TARGET.provider_options,
+    }
     assert TARGET.fixed_axes(replace(plan, options=CompileOptions(batch_size=1))) == {"B": 1}
     build: Any = SimpleNamespace(
         model=small_graph("g (float[B] x) => (int64[1] y) { y = Shape (x) }")

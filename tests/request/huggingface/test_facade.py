@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -156,3 +157,39 @@ def test_dtype_goes_before_its_older_name() -> None:
         check_export_dtype("bfloat16")
     with pytest.raises(UnsupportedModelError, match="dtype is int8"):
         check_export_dtype("int8")
+
+
+def test_a_model_on_a_gpu_stays_there() -> None:
+    model = Model()
+    model.device = Device("cuda")
+    for same in (
+        model.cuda(),
+        model.cuda(1),
+        model.to(0),
+        model.to("cuda:1"),
+        model.place({"": 0}),
+    ):
+        assert same is model
+    for name in ("auto", "balanced", "balanced_low_0", "sequential"):
+        assert model.place(name) is model
+    for move in (Model.cpu, asks("cpu"), lambda model: model.place({"lm_head": "cpu"})):
+        with pytest.raises(
+            ValueError, match=r"on 'cuda' and cannot move to 'cpu'; .*provider=.cpu"
+        ):
+            move(model)
+    with pytest.raises(ValueError, match=r"cannot move to '\[1\]'; docs/devices.md"):
+        model.to([1])
+
+
+@pytest.mark.parametrize("name", ["PackagedModel", "SourceModel", "CausalLM", "OtherModel"])
+def test_pipelines_take_a_model_and_give_no_false_alarm(name: str) -> None:
+    model = Model()
+    assert model.can_generate() is True
+    assert (model.main_input_name, model.input_modalities) == ("input_ids", "text")
+    assert model.output_modalities == ("text",)
+    logger = logging.getLogger("transformers.pipelines.base")
+    for task in ("text-generation", "translation"):
+        text = f"The model '{name}' is not supported for {task}. Supported models are ..."
+        record = logging.LogRecord(logger.name, logging.ERROR, "", 1, text, (), None)
+        is_alarm = name == "OtherModel" or task != "text-generation"
+        assert bool(logger.filter(record)) == is_alarm

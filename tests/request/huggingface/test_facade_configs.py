@@ -104,3 +104,6 @@ def test_a_model_config_by_attribute() -> None:
     for twin in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert twin.hidden_size == 64
+    assert not hasattr(object.__new__(ModelConfig), "hidden_size"), "as while it is copied"
+    assert not hasattr(ModelConfig({"__array__": 1}), "__array__")
+    assert (len(config), [*config]) == (3, ["hidden_size", "rope_parameters", "text_config"])

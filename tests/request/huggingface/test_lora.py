@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qsample.errors import QsampleError, UnsupportedModelError
-from qsample.request.huggingface.lora import LoraConfig, read_changes, read_config
+from qsample.request.huggingface.lora import LoraConfig, floats, read_changes, read_config
 from tests.helpers.adapters import lora_pair, save_adapter
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -286,3 +286,51 @@ def test_invalid_configurations_are_refused(content: bytes, message: str, tmp_pa
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(QsampleError, match=rf"adapter_config.json {message}"):
         read_config(tmp_path / "adapter_config.json")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_changes_that_matrices_make(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In order of their paths; those of an embedding have other names, and a copy of the weight."""
+    embedding = "base_model.model.model.embed_tokens"
+    tensors = {
+        **lora_pair(LAYER, 6, 5, rank=2),
+        f"{embedding}.lora_embedding_A": torch.randn(3, 9),
+        f"{embedding}.lora_embedding_B": torch.randn(5, 3),
+        f"{embedding}.base_layer.weight": torch.randn(9, 5),
+        "base_model.model.lm_head.base_layer.weight": torch.ones(2, 2),
+    }
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    options = {"r": 2, "lora_alpha": 8, "rank_pattern": {"embed_tokens": 3}}
+    files = save_adapter(tmp_path / "adapter", tensors, **options)
+    head, first, second = read_changes(*files)
+    assert [head.path, first.path, second.path] == ["lm_head", "model.embed_tokens", LAYER]
+    assert (head.a, head.b, second.base) == (None, None, None)
+    assert first.scale == pytest.approx(8 / 3)
+    assert second.scale == 4
+    for found, name in (
+        (second.a, A),
+        (second.b, B),
+        (first.a, f"{embedding}.lora_embedding_A"),
+        (first.b, f"{embedding}.lora_embedding_B"),
+        (first.base, f"{embedding}.base_layer.weight"),
+    ):
+        assert found is not None
+        assert floats(found).dtype == "float32"
+        assert floats(found).tolist() == tensors[name].float().tolist()
+    assert len(read_changes(*files, files[1].stat().st_size)) == 3
+    with pytest.raises(QsampleError, match="cannot be read"):
+        read_changes(*files, 100)
+
+
+def test_ranks_and_values_by_default(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    plain = read_config(tmp_path / "adapter_config.json")
+    assert (plain.rank, plain.alpha, plain.rank_stabilised) == (8, 8.0, False)
+    assert (plain.largest_rank, plain.scale_of(PATH)) == (8, 1.0)
+    assert config(tmp_path, rank_pattern={"a": 9, "b": 4}).largest_rank == 9
+    assert config(tmp_path, rank_pattern={"a": 7}).largest_rank == 8
+    # As many ways, and as long a pattern, as may be.
+    for pattern in ("a" * 200, "a*a+a?a?", "(a|b)" * 12, "a?" * 12):
+        assert config(tmp_path, rank_pattern={pattern: 2}).rank == 8
+    with pytest.raises(QsampleError, match="too many ways"):
+        config(tmp_path, rank_pattern={"a*a+a?a?a?": 2})

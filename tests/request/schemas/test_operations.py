@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from qsample.request.schemas.operations import (
@@ -135,3 +137,86 @@ def test_values() -> None:
     assert all_values({"enum": ["a"]}) == ["a"]
     assert len({canonical_text(value) for value in (1, True, "1", [1], None, {"1": 1})}) == 6
     assert canonical_text([1, {"b": 1.0, "a": 2}]) == canonical_text([1.0, {"a": 2.0, "b": 1}])
+
+
+SCHEMAS: list[Any] = [
+    True,
+    {"minimum": 1},
+    {"exclusiveMinimum": 1, "maximum": 2},
+    {"type": ["number"], "minimum": 2},
+    {"type": ["integer", "null"], "exclusiveMaximum": 2},
+    {"type": ["string"], "minLength": 1},
+    {"type": ["string", "boolean"], "maxLength": 1},
+    {"minItems": 1, "maxItems": 1},
+    {"type": ["array"], "items": {"type": ["integer"]}},
+    {"type": ["array"], "items": {"type": ["null", "integer"]}, "minItems": 2},
+    {"type": ["array"], "prefixItems": [{"const": 1}]},
+    {"enum": [None, 1, 1.5, "a", [1]]},
+    {"enum": [True, 1, "ab"], "type": ["integer", "string"]},
+    {"const": 1},
+    {"type": ["object"], "required": ["a"]},
+    {"type": ["object"], "properties": {"a": {"type": ["integer"]}}, "additionalProperties": False},
+    {"properties": {"a": {"const": 1}, "b": {"type": ["null"]}}},
+    {"type": ["object"], "additionalProperties": {"type": ["integer"]}, "required": ["b"]},
+    {"type": ["object"], "patternProperties": {"a": {"type": ["null"]}}},
+    {"minProperties": 1, "maxProperties": 1},
+    {"anyOf": [{"type": ["null"]}, {"type": ["string"], "minLength": 2}]},
+    {"allOf": [{"minimum": 1}, {"maximum": 1.5}]},
+    {"$ref": "#/$defs/t"},
+]
+DOCUMENTS: list[Any] = [
+    *(None, False, True, 0, 1, 1.5, 2, 3, "", "a", "ab"),
+    *([], [1], [None], [1, 2], [1, None], ["a", "a"]),
+    *({}, {"a": 1}, {"a": None}, {"a": 2}, {"b": 1}, {"b": None}, {"a": 1, "b": 1}),
+]
+
+
+def valid_under(schema: Any) -> list[Any]:
+    """The documents of a few that the jsonschema library accepts."""
+    definitions = {"n": NULL, "t": TEXT}
+    judge = jsonschema.Draft202012Validator({"$defs": definitions, "allOf": [schema]})
+    return [place for place, document in enumerate(DOCUMENTS) if judge.is_valid(document)]
+
+
+VALID = [valid_under(schema) for schema in SCHEMAS]
+
+
+@pytest.mark.parametrize("first", range(len(SCHEMAS)))
+def test_few_documents_of_two_schemas(first: int) -> None:
+    for second, ours in enumerate(VALID):
+        found = both(SCHEMAS[first], SCHEMAS[second])
+        common = [place for place in VALID[first] if place in ours]
+        assert valid_under(found) == common, (SCHEMAS[first], SCHEMAS[second], found)
+        if exclude_each_other([SCHEMAS[first], SCHEMAS[second]], DEFINITIONS.get):
+            assert not common, SCHEMAS[second]
+        rest = without(SCHEMAS[first], SCHEMAS[second], DEFINITIONS.get)
+        if rest is not None:
+            wanted = [place for place in VALID[first] if place not in ours]
+            left = {place for schema in rest for place in valid_under(schema)}
+            assert sorted(left) == wanted, (SCHEMAS[first], SCHEMAS[second], rest)
+
+
+def test_most_pairs_that_exclude_each_other_are_found() -> None:
+    """Of the 95 pairs without a common document, and of the 273 differences without items or values."""
+    pairs = list(itertools.combinations(SCHEMAS, 2))
+    assert sum(exclude_each_other(pair, DEFINITIONS.get) for pair in pairs) >= 85
+    every = list(itertools.product(SCHEMAS, SCHEMAS))
+    found = [without(one, other, DEFINITIONS.get) for one, other in every]
+    assert sum(rest is not None for rest in found) >= 273
+
+
+def in_object(schema: Any) -> Any:
+    return {"type": ["object"], "properties": {"a": schema}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf", "properties"])
+def test_32_levels_are_looked_into(keyword: str) -> None:
+    first: Any = NULL
+    second: Any = TEXT
+    for depth in range(1, 35):
+        if keyword == "properties":
+            first, second = in_object(first), in_object(second)
+        else:
+            second = {keyword: [second]}
+        assert exclude_each_other([first, second], DEFINITIONS.get) == (depth <= 32), depth
+        assert (without(first, second, DEFINITIONS.get) is None) == (depth > 32), depth

@@ -136,3 +136,32 @@ def test_errors_name_the_line(grammar: str, line: int | None) -> None:
     with pytest.raises(ArgumentError, match=message) as caught:
         expression_of_gbnf(grammar)
     assert not isinstance(caught.value, NotRegularError)
+
+
+@pytest.mark.parametrize("called", ["r{}", '"b" | r{} | "c"', "groups"])
+def test_the_root_and_47_more_levels_are_the_most(called: str) -> None:
+    def nested(levels: int) -> str:
+        if called == "groups":
+            return "root ::= " + "(" * levels + '"a"' + ")" * levels
+        rules = [f"r{number} ::= {called.format(number + 1)}" for number in range(levels)]
+        return "\n".join([*rules, f'r{levels} ::= "a"', "root ::= r1"])
+
+    expression_of_gbnf(nested(47))
+    with pytest.raises(NotRegularError, match="nested too deep"):
+        expression_of_gbnf(nested(48))
+
+
+def test_characters_and_lengths_at_their_limits() -> None:
+    for digits in ("\\ud7ff", "\\ue000", "\\U0010ffff"):
+        character = chr(int(digits[2:], 16))
+        assert expression_of_gbnf(f'root ::= "{digits}"') == f"(?:{character})"
+    for digits in ("\\ud800", "\\udfff", "\\U00110000"):
+        with pytest.raises(ArgumentError, match="line 1: an escape is not a character"):
+            expression_of_gbnf(f"root ::= [{digits}]")
+    longest = 'root ::= "a" #'.ljust(1 << 20, "x")
+    assert expression_of_gbnf(longest) == "(?:a)"
+    with pytest.raises(NotRegularError, match="a grammar of more than 1048576 characters"):
+        expression_of_gbnf(longest + "x")
+    with pytest.raises(ArgumentError, match="line 2: there is no rule other"):
+        expression_of_gbnf('root ::= "a" |\nother')
+    assert expression_of_gbnf('root ::= "a"\nroot ::= "b"') == "(?:b)", "the last counts"

@@ -174,3 +174,14 @@ def test_a_long_message_of_python_is_cut() -> None:
         expression_of_pattern("(?P<" + "-" * 200 + ">a)")
     reason: Any = caught.value.reason
     assert len(reason) == len("pattern ()") + 60
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "most"),
+    [("(", ")", 48), ("(a|", ")", 24), ("(?:a", "b)+", 48), ("(a", ")+", 24)],
+)
+def test_groups_alternatives_and_repetitions_are_levels(begin: str, end: str, most: int) -> None:
+    """Of 48 at most."""
+    expression_of_pattern(begin * most + "a" + end * most)
+    with pytest.raises(NotRegularError, match="pattern nested too deep"):
+        expression_of_pattern(begin * (most + 1) + "a" + end * (most + 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,7 +15,7 @@ import pytest
 
 from qsample.request.grammar import InvalidGrammarError
 from qsample.request.schemas.normal_form import InvalidSchemaError
-from qsample.request.structured.automaton import automaton_of
+from qsample.request.structured.automaton import ByteAutomaton, automaton_of
 from qsample.request.structured.json_text import LARGEST_INTEGER, integers
 from qsample.request.structured.not_regular import NEVER, NotRegularError
 from qsample.request.structured.schema import expression_of_schema
@@ -110,7 +112,10 @@ def test_more_documents_of_any_keywords_are_valid() -> None:
 
 
 def matches(schema: Any, text: str) -> bool:
-    automaton = automaton_of(expression_of_schema(schema))
+    return accepts(automaton_of(expression_of_schema(schema)), text)
+
+
+def accepts(automaton: ByteAutomaton, text: str) -> bool:
     state = 0
     for byte in text.encode():
         state = int(automaton.transitions[state, byte])
@@ -284,3 +289,107 @@ def test_a_reason_names_the_path_and_the_keyword() -> None:
     with pytest.raises(NotRegularError) as caught:
         expression_of_schema(schema)
     assert caught.value.reason == "#/properties/a~1b: multipleOf"
+
+
+def items(schema: Any) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        items,
+        lambda schema: {"type": "array", "prefixItems": [{"type": "null"}, schema]},
+        lambda schema: {"type": "object", "properties": {"a": schema}},
+        lambda schema: {"type": "object", "additionalProperties": schema},
+        lambda schema: {"anyOf": [{"type": "null"}, schema]},
+        lambda schema: {"$ref": "#/$defs/a", "$defs": {"a": schema}},
+    ],
+    ids=["items", "prefixItems", "properties", "additionalProperties", "anyOf", "$ref"],
+)
+def test_each_part_is_a_level_and_48_are_the_most(outer: Callable[[Any], Any]) -> None:
+    schema: Any = {"type": "boolean"}
+    for _ in range(47):
+        schema = items(schema)
+    expression_of_schema(outer(schema))
+    with pytest.raises(NotRegularError, match="nested more than 48 deep"):
+        expression_of_schema(outer(items(schema)))
+
+
+MEMBERS = [("a", 1), ("b", None), ("c", True)]
+DOCUMENTS: list[Any] = [
+    *(None, True, *range(-9, 10), *("\n" * size for size in range(6))),
+    *(
+        list(values)
+        for size in range(5)
+        for values in itertools.product([None, True, 1], repeat=size)
+    ),
+    *(dict(members) for size in range(4) for members in itertools.combinations(MEMBERS, size)),
+]
+TWO: dict[str, Any] = {"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}]}
+CLOSED = TWO | {"items": False}
+MORE = TWO | {"items": {"type": "boolean"}}
+NULLS = {"type": "array", "items": {"type": "null"}}
+EACH_KEYWORD: list[Any] = [
+    *(CLOSED | {"minItems": least} for least in (0, 1, 2)),
+    *(MORE | {"minItems": least} for least in (0, 1, 2, 3)),
+    *(MORE | {"maxItems": most} for most in (0, 1, 2, 3)),
+    *(MORE | {"minItems": 1, "maxItems": 3}, NULLS | {"minItems": 2, "maxItems": 3}, items({"type": "null"})),
+    *(CLOSED | {"prefixItems": [{"const": 1}, False, {"const": 1}]}, NULLS | {"items": False}),
+    {"type": "array", "maxItems": 0},
+    *(OBJECT | {"required": list(names)} for names in ("", "a", "c", "ab", "bc", "abc")),
+    OBJECT | {"properties": {"a": {"const": 1}, "b": False, "c": {"type": "boolean"}}},
+    *({"type": "object", "additionalProperties": values} for values in (False, {"type": "null"})),
+    {"type": "object", "properties": {}, "additionalProperties": False},
+    *({"oneOf": [{"type": "null"}, {"const": 1}]}, {"anyOf": [CLOSED, OBJECT, {"enum": [True, [None]]}]}),
+    {"type": "integer", "minimum": -2.5, "maximum": 2.5},
+    {"type": "integer", "exclusiveMinimum": -2.5, "exclusiveMaximum": 2.5},
+    {"type": "integer", "exclusiveMinimum": -2, "exclusiveMaximum": 2, "minimum": -5, "maximum": 5},
+    {"type": "integer", "exclusiveMinimum": -5, "exclusiveMaximum": 5, "minimum": -2, "maximum": 2},
+    *({"type": "string", "minLength": least, "maxLength": most} for least, most in ((2, 3), (2, 2), (0, 0))),
+    *({"type": "string", "minLength": 1}, {"type": "string", "maxLength": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", EACH_KEYWORD, ids=lambda schema: json.dumps(schema)[:80])
+def test_every_valid_document_of_a_few_matches_and_no_other(schema: Any) -> None:
+    """Except for objects with properties that the schema does not list."""
+    judge = jsonschema.Draft202012Validator(schema)
+    automaton = automaton_of(expression_of_schema(schema))
+    for document in DOCUMENTS:
+        expected = judge.is_valid(document)
+        if isinstance(document, dict) and document.keys() - schema.get("properties", document):
+            expected = False
+        assert accepts(automaton, json.dumps(document)) == expected, document
+
+
+def test_what_a_schema_does_not_say() -> None:
+    """No items follow those that it lists; whole numbers of a list are written as their type asks."""
+    assert expression_of_schema(TWO) == expression_of_schema(CLOSED)
+    for kind, texts in (("integer", ["1"]), ("number", ["1.0", "2.5"])):
+        schema = {"enum": [1.0, 2.5], "type": kind}
+        assert [text for text in ("1", "1.0", "2", "2.5") if matches(schema, text)] == texts
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        (True, "#: any JSON"),
+        ({"type": "array", "items": {"type": "array"}}, "#/items: an array without items"),
+        (
+            {"type": "object", "additionalProperties": {"type": "object"}},
+            "#/additionalProperties: ",
+        ),
+        ({"type": "array", "prefixItems": [{"type": "number", "minimum": 1}]}, "#/prefixItems/0: "),
+        ({"anyOf": [{"type": "null"}, {"type": "array"}]}, "#/anyOf/1: an array without items"),
+        (OBJECT | {"additionalProperties": {"type": "null"}}, "additionalProperties with"),
+        (OBJECT | {"required": ["z"]}, "required names a property without a schema"),
+        ({"$defs": {"a": items({"$ref": "#/$defs/a"})}, "$ref": "#/$defs/a"}, "is recursive"),
+        ({"type": "string", "format": "hostname"}, "#: format 'hostname'"),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_the_reason_of_a_schema_without_tables(schema: Any, reason: str) -> None:
+    with pytest.raises(NotRegularError) as caught:
+        expression_of_schema(schema)
+    assert reason in caught.value.reason

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qsample.request.text.chat import ChatOptions, ChatTemplates
+from qsample.request.text.chat import ChatOptions, ChatTemplates, special_tokens_of
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, Engine, load
 from tests.helpers.chat_templates import (
@@ -480,3 +481,63 @@ def test_without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"need jinja2: `pip install .*\[chat\]\"`"):
         templates("a template that was not compiled yet").render(CHAT)
+
+
+def test_options_that_are_not_at_their_defaults() -> None:
+    assert ChatOptions().given == ChatOptions(tools=None, chat_template_kwargs={}).given == []
+    options: dict[str, Any] = {
+        "tools": [], "documents": [{"text": "a"}], "chat_template": "{{ 1 }}", "add_generation_prompt": False,
+        "continue_final_message": True, "chat_template_kwargs": {"a": 1},
+    }  # fmt: skip
+    assert ChatOptions(**options).given == list(options)
+    for name in ("messages", *options):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name}, an argument"):
+            ChatOptions(chat_template_kwargs={name: 1, "a": 2})
+
+
+CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}C{% endfor %}{% endfor %}"
+CALLS = CALLS.replace("C", "{{ c.function.name + c.function.arguments }}")  # of texts only
+
+
+def test_what_a_template_leaves_out_is_named() -> None:
+    chat: list[Any] = [USER, CALLING, RESULT]
+    tools = ChatOptions(tools=[WEATHER])
+    for template, unread in ((HERMES, []), (CALLS, ["tools"]), (CHATML, ["tools", "tool_calls"])):
+        assert templates(template).unread(chat, tools) == unread
+        assert templates(template).unread(chat) == unread[1:]
+        assert templates(template).unread([USER], ChatOptions(tools=[])) == []
+    # The template that is chosen counts, with the variables that it gets.
+    several = templates(CHATML, tool_use=HERMES, own="{% if on %}{{ tools }}{% endif %}")
+    assert several.unread(chat, tools) == []
+    for on, unread in ((False, ["tools"]), (True, [])):
+        own = replace(tools, chat_template="own", chat_template_kwargs={"on": on})
+        assert several.unread([USER], own) == unread
+    # An answer with a text, too, is in the form that the template reads.
+    assert 'so: get_weather{"' in templates(CALLS).render([USER, {**CALLING, "content": "so: "}])
+
+
+def test_special_tokens_and_templates_that_are_no_texts_are_left_out() -> None:
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "pad_token": None,
+        "unk_token": {},
+        "other": "x",
+    }
+    assert special_tokens_of(config) == {"bos_token": "<s>", "eos_token": "</s>"}
+    named = [{"name": "a", "template": "A"}, {"name": "b", "template": 5}, {"name": 5}, {}, "x"]
+    assert ChatTemplates(named).templates == {"a": "A"}
+    assert ChatTemplates({"a": "A", "b": None}).templates == {"a": "A"}
+    assert ChatTemplates(None).templates == ChatTemplates(5).templates == {}
+
+
+def test_images_need_a_template_of_parts() -> None:
+    image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    parts = "{% for p in messages[0].content %}{{ p.type }}{{ p.text }};{% endfor %}"
+    assert ChatTemplates(parts, text_only=None).render(image) == "image;textx;"
+    for text_only, message in (
+        (None, "a message has an image, and"),
+        ("gpt", "gpt reads text only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ChatTemplates(CHATML, SPECIAL, text_only).render(image)

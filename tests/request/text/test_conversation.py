@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from qsample.request.text.conversation import check_messages, with_objects
+from qsample.request.text.conversation import check_messages, is_parts, plain, with_objects
 
 
 def test_arguments_become_objects_for_templates() -> None:
@@ -86,3 +87,56 @@ def test_a_refusal_takes_the_place_of_a_content(content: Any) -> None:
     assert check_messages([answer])[0]["content"] == "I cannot."
     assert check_messages([answer | {"content": "I can."}])[0]["content"] == "I can."
     assert "content" not in check_messages([{"role": "assistant", "refusal": None}])[0]
+
+
+def test_images_of_every_api_take_a_place() -> None:
+    images = [{"type": kind, kind: "x.png"} for kind in ("image", "image_url", "input_image")]
+    (message,) = check_messages([{"role": "user", "content": images}])
+    assert message["content"] == [{"type": "image"}] * 3, "not nothing"
+    assert is_parts(message["content"])
+    for image in images:
+        with pytest.raises(ValueError, match=r"has a part of type .*; gpt reads text only"):
+            check_messages([{"role": "user", "content": [image]}], "gpt")
+    for content in ([], "a", ["a"], [{"text": "a"}], [{"type": 1}], None):
+        assert not is_parts(content)
+
+
+def test_thoughts_have_each_name_that_templates_read() -> None:
+    given: dict[str, Any] = {"role": "assistant", "content": "x"}
+    assert check_messages([given | {"thinking": None}]) == [given]
+    for name in ("reasoning", "thinking", "reasoning_content"):  # the later ones come first
+        given[name] = name
+        (message,) = check_messages([given])
+        assert message["reasoning_content"] == name
+        assert message["thinking"] == given.get("thinking", name)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("hi", "the chat messages are 'hi'; give a list of"),
+        ({"role": "user", "content": "a"}, "the chat messages are {"),
+        (iter([]), "the chat messages are <"),
+        ([], "the conversation is empty; give a list of"),
+        (["a"], "a chat message is 'a'; give a list of"),
+        ([{"role": 5, "content": "a"}], "a chat message is {'role': 5"),
+        ([{"role": "user", "content": [5]}], r"content of chat message 0 \(user\) is \[5\]"),
+        ([{"role": "tool", "content": {"any": 1}}, {"role": "user"}], "chat message 1 "),
+        ([{"role": "user", "content": "a", "x": {1}}], "chat message 0 holds a set; give text"),
+    ],
+)
+def test_what_is_no_conversation(messages: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_messages(messages)
+
+
+def test_values_become_those_of_json_up_to_100_levels() -> None:
+    given = (np.int32(2), np.bool_(True), np.float32(0.5), None, "b", False)
+    assert repr(plain("it", {"a": given})) == "{'a': [2, True, 0.5, None, 'b', False]}"
+    for wrap in (lambda value: [value], lambda value: {"k": value}):
+        value: Any = "x"
+        for _ in range(100):
+            value = wrap(value)
+        assert plain("it", value) == value
+        with pytest.raises(ValueError, match="it is nested more than 100 levels deep"):
+            plain("it", wrap(value))

@@ -6,6 +6,7 @@ import codecs
 import io
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from qsample.request.text.generated_text import GeneratedText, IncrementalDecoder
+from qsample.request.text.generated_text import (
+    GeneratedText,
+    IncrementalDecoder,
+    check_streamer,
+)
 from qsample.request.text.tokenizer import Tokenizer
 from qsample.runtime import CausalLM, SamplingParams, TextStreamer
 from tests.helpers.fake_package import BOS, EOS, ascii_piece, byte_tokenizer
@@ -487,3 +492,18 @@ def test_stop_strings_may_have_special_tokens(
     for token in ids:
         with_specials.put(token)
     assert with_specials.stop_string == found
+
+
+def test_what_a_streamer_needs() -> None:
+    check_streamer(Recorder(), 1)
+    for rows in (0, 2):
+        with pytest.raises(ValueError, match=f"follows a single prompt, and {rows} were given"):
+            check_streamer(Recorder(), rows)
+    for lacks in (
+        {"put": print},
+        {"end": print},
+        {"put": print, "end": 5},
+        {"put": 5, "end": print},
+    ):
+        with pytest.raises(ValueError, match=r"give an object with put\(value\) and end\(\)"):
+            check_streamer(SimpleNamespace(**lacks), 1)

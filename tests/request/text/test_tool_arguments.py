@@ -163,3 +163,12 @@ def test_deep_texts_are_texts() -> None:
     assert value_of(text, {"type": "array"}) == text
     assert not isinstance(value_of("9" * 400, INTEGER), float)
     assert math.isfinite(value_of("1e308", {"type": "number"}))
+
+
+def test_sixteen_levels_of_combined_schemas_are_read() -> None:
+    for depth, found in ((16, "5"), (17, 5)):
+        schema: dict[str, Any] = TEXT
+        parameters: dict[str, Any] = {"properties": {"a": TEXT}}
+        for _ in range(depth):
+            schema, parameters = {"anyOf": [schema]}, {"allOf": [parameters]}
+        assert value_of("5", schema) == argument_value("5", "a", parameters) == found

@@ -66,6 +66,8 @@ def check(rows: GrammarRows, row: int, of: TokenGrammar, *, drafts: bool = True)
     for _ in range(20):
         tokens = rng.integers(0, VOCAB, 12).tolist()
         assert walk(tables, start, tokens) == walk(own_tables(of, drafts=drafts), 1, tokens)
+    stop = start + len(of.transitions) - 1
+    assert (tables["grammar_transitions"][start:stop, of.transitions.shape[1] :] == -1).all()
     late = tables["grammar_late"][start : start + len(of.late) - 1]
     assert (late == np.where(of.late[1:] > 0, of.late[1:] + offset, 0)).all()
 

@@ -116,3 +116,10 @@ def test_features_in_half_precision(dtype: str, numbers: type) -> None:
     made, text = memory.of_prompts([piece], 1), memory.of_prompts([None], 1)
     assert made["image_features"].dtype == text["image_features"].dtype == dtype
     assert "position_offsets" not in made
+
+
+def test_a_package_that_reads_text_only_has_no_inputs() -> None:
+    memory = ImageInputs(Interface(20, (KeyValueShape(1, 4),)), ROWS, CAPACITY, "cpu", "cpu")
+    memory.begin(0, None)
+    memory.swap_rows(0, 1)
+    assert memory.of_step(range(ROWS)) == memory.of_prompts([None], 3) == {}

@@ -24,9 +24,9 @@ from qsample.runtime.decode.jobs import Admission
 from qsample.runtime.decode.loop import DecodeLoop
 from qsample.runtime.decode.scheduler import Scheduler, SchedulerConfig
 from qsample.runtime.decode.slots import Slots, Snapshot
-from qsample.runtime.sequence import Sequence
+from qsample.runtime.sequence import PrefixStats, Sequence
 from tests.helpers import fake_reference
-from tests.helpers.fake_package import MAX_POSITIONS, POISON
+from tests.helpers.fake_package import MAX_POSITIONS, PIECE_SIZE, POISON
 from tests.helpers.requests import make_sequence, random_params, random_prompt, wait_until
 from tests.helpers.sessions import with_prompt_calls, with_step_rows
 
@@ -776,3 +776,42 @@ def test_optional_outputs_belong_to_their_step(
             np.testing.assert_allclose(output.top_logprobs[row, step], logs[likeliest], atol=1e-4)
             warmer = np.exp((logits - logits.max()) / 0.9)
             np.testing.assert_allclose(output.probs[row, step], warmer / warmer.sum(), atol=1e-5)
+
+
+def test_figures_of_prompts_and_steps(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts in one slot, of which the second begins with two pieces of the first; and only the last call of a
+    job waits for the device."""
+    waits: list[bool] = []
+    for name in ("prefill", "decode"):
+        plain = getattr(Slots, name)
+
+        def call(
+            self: Slots, *given: Any, plain: Any = plain, wait: bool = True, **rest: Any
+        ) -> None:
+            waits.append(wait)
+            plain(self, *given, wait=wait, **rest)
+
+        monkeypatch.setattr(Slots, name, call)
+    beginning, params = [*range(5, 5 + 2 * PIECE_SIZE)], free_params(3)
+    prompts = [[*beginning, 40], [*beginning, 50, 51]]
+    rows = [make_sequence(model, prompt, params, 1, CAPACITY) for prompt in prompts]
+    scheduler = Scheduler(1, SchedulerConfig.of(model.sessions, flush_every=2))
+    with DecodeLoop(
+        Slots(model.sessions, 1, CAPACITY, flush_every=2),
+        scheduler,
+        lambda sequence: None,
+        double_buffering=False,
+    ) as loop:
+        for row in rows:
+            loop.add(row)
+        loop.step()
+        first, second = (row.progress.admitted_at for row in rows)
+        assert first is not None
+        assert second is None
+        while loop.busy:
+            loop.step()
+    assert 0 < time.perf_counter() - first < 600
+    assert rows[0].progress.admitted_at == first < (rows[1].progress.admitted_at or 0)
+    assert loop.steps == 2 * 2
+    assert loop.prefixes == PrefixStats(2, 2 * len(prompts[0]) + 1, 1, 2 * PIECE_SIZE, 0, 0)
+    assert waits == [False, False, True, False, True, True, False, True]

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,3 +275,5 @@ def test_the_signature_tells_processors_apart(model: CausalLM) -> None:
         == model.sessions.rounding.digest
         != ""
     )
+    elsewhere = replace(model.sessions, rounding=None)
+    assert signature_of(model.package, elsewhere)["kernels"] == "", "as in earlier files"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from qsample.ort.rounding import RowCounts
+from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime.adapters import Adapter
 from qsample.runtime.decode import scheduler as scheduler_module
 from qsample.runtime.decode.jobs import Admission, Copy, KeptTokens, Move, Read, Window
@@ -498,3 +499,47 @@ def test_recurrent_states_that_were_not_saved_are_not_reused() -> None:
     scheduler.leave(first)
     (second,) = add_and_admit(scheduler, [1, 2, 3, 4])
     assert (second.placement.slot, second.placement.tokens_reused) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(10, 1), (28, 1), (29, 2), (59, 2), (60, 3)])
+def test_a_small_move_is_made_once_the_steps_cost_as_much(size: int, steps: int) -> None:
+    """A step saves a row, as much as 32 tokens. At n steps, the row has its prompt, a token and n more, which are
+    copied, and twice the token of slot 1."""
+    scheduler = Scheduler(3, step_rows=RowCounts(1))
+    _, between, _ = add_running(scheduler, [1] * 200, [2], [3] * size)
+    scheduler.leave(between)
+    assert steps_until_a_move(scheduler) == (steps, Move(source=2, target=1, kept=1))
+
+
+@pytest.mark.parametrize(("shared", "together"), [(3, True), (4, True), (5, False)])
+def test_a_copy_of_few_tokens_is_dearer_than_to_read_them(shared: int, together: bool) -> None:
+    """A run costs as much as four tokens."""
+    scheduler = Scheduler(2, piece_size=8, join_prompts=True, ragged=True, reuse_sampled=True)
+    rows = add_and_admit(scheduler, [*range(shared), 50], [*range(shared), 60])
+    job = scheduler.next_job()
+    assert isinstance(job, Read)
+    assert [*job.sequences] == (rows if together else rows[:1])
+
+
+@pytest.mark.parametrize(("passed", "admitted"), [(255, True), (256, False)])
+def test_so_many_requests_are_passed_by_a_later_one(passed: int, admitted: bool) -> None:
+    scheduler = Scheduler(2, max_loras=1)
+    one, other = (Adapter(name, Path(name), name, {}) for name in "ab")
+    add_and_admit(scheduler, [1], adapter=one)
+    for _ in range(passed):
+        scheduler.add(request([1], adapter=other))
+    scheduler.add(plain := request([2]))
+    assert admit(scheduler) == [plain] * admitted
+    assert scheduler.waiting == passed + (not admitted)
+
+
+def test_requests_wait_in_order_for_a_grammar_that_has_no_room() -> None:
+    """Later ones with a grammar wait behind it, and those without one do not."""
+    scheduler = Scheduler(4)
+    small, large = (TokenGrammar(*[np.zeros((1, 1), np.int32)] * 5) for _ in range(2))
+    rows = [request([1], grammar=grammar) for grammar in (small, large, small, None)]
+    for row in rows:
+        scheduler.add(row)
+    for takes, places in ((lambda given: given[-1] is small, (0, 3)), (lambda given: True, (1, 2))):
+        admissions = scheduler.admit(takes_grammars=takes)
+        assert [one.sequence for one in admissions] == [rows[place] for place in places]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qsample import AutoModelForCausalLM, cli
 from qsample.addons.formats.gguf.checkpoint import _SAMPLING_KEYS, GgufCheckpoint
+from qsample.addons.formats.gguf.file import GgufFile
 from qsample.addons.formats.gguf.models import read_model
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.package.disk.source_files import SourceFiles
@@ -543,3 +544,41 @@ def test_an_adapter_makes_the_matrices_that_it_changes_float(tmp_path: Path) -> 
     torch.testing.assert_close(
         changed, model.get_parameter("model.layers.0.mlp.up_proj.weight").data + 3 * b @ a
     )
+
+
+def with_tensors_of_q8_0(file: GgufFile, *names: str, flat: bool = False) -> GgufFile:
+    """The file with some float tensors as Q8_0. flat: without the axis of length 1."""
+    tensors = dict(file.tensors)
+    for name in names:
+        old = tensors[name]
+        values = file.raw(old).view(np.float32).reshape(old.shape)
+        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        offset = file.path.stat().st_size
+        file.path.write_bytes(file.path.read_bytes() + raw.tobytes())
+        shape = old.shape[-1:] if flat else old.shape
+        tensors[name] = replace(old, type="Q8_0", shape=shape, offset=offset, length=raw.nbytes)
+    return replace(file, tensors=tensors)
+
+
+def test_integers_are_read_as_such_only_for_the_matrices_of_layers(tmp_path: Path) -> None:
+    """Norms, biases, convolutions and the gate of a shared expert become float, whatever their
+    type."""
+    kind, settings = MODELS["qwen35moe"]
+    model = with_norms(random_model(kind, **settings | {"linear_conv_kernel_dim": 32}))
+    file = read_model(write_gguf(tmp_path / "model.gguf", model))
+    vectors = ("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ssm_norm.weight")
+    file = with_tensors_of_q8_0(file, *vectors, "blk.1.attn_q.weight", "blk.0.ssm_conv1d.weight")
+    file = with_tensors_of_q8_0(file, "blk.0.ffn_gate_inp_shexp.weight", flat=True)
+    loaded = GgufCheckpoint(file, "some.gguf").load(scratch=tmp_path)
+    layers = [layer for layer, _ in quantized_layers(loaded)]
+    assert layers == [loaded.get_submodule("model.layers.1.self_attn.q_proj")]
+    for key, parameter in model.named_parameters():
+        found = numbers(loaded.get_parameter(key).data)
+        assert found.shape == parameter.shape
+        # A step of Q8_0 is a 127th of the largest number of its block.
+        most = float(parameter.data.abs().max()) + ("norm" in key)
+        torch.testing.assert_close(found, parameter.data, rtol=0, atol=most / 127)
+    changed = ("norm.weight", "layers.0.mlp.shared_expert_gate.weight", "conv1d.weight")
+    for name in changed:
+        key = next(key for key, _ in model.named_parameters() if key.endswith(name))
+        assert not torch.equal(numbers(loaded.get_parameter(key).data), model.get_parameter(key))

@@ -244,3 +244,78 @@ def test_every_cut_and_changed_byte_of_a_header_is_a_clear_error_or_another_head
 def test_a_header_needs_no_torch() -> None:
     code = "import sys, qsample.addons.formats.gguf.file; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (9, "Q8_1"), (15, "Q8_K"), (16, "IQ2_XXS"), (17, "IQ2_XS"), (18, "IQ3_XXS"), (19, "IQ1_S"), (21, "IQ3_S"),
+        (22, "IQ2_S"), (24, "I8"), (25, "I16"), (26, "I32"), (27, "I64"), (28, "F64"), (29, "IQ1_M"), (34, "TQ1_0"),
+        (41, "Q1_0"),
+    ],
+)  # fmt: skip
+def test_types_that_are_not_read_are_named_as_in_ggml(kind: int, name: str, tmp_path: Path) -> None:
+    known = {int(each): each.name for each in gguf.GGMLQuantizationType}
+    assert known.get(kind, name) == name
+    path = tmp_path / "a.gguf"
+    path.write_bytes(header(ARCHITECTURE, tensors=(tensor("x", kind=kind),)))
+    with pytest.raises(UnsupportedModelError, match=f"'x' is of type {name}; the types F32, F16"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("clip", "a projector of images or audio"), ("mmproj", "a projector of images or audio"),
+        ("adapter", "a LoRA adapter"), ("controlvector", "a control vector"), ("imatrix", "an importance matrix"),
+    ],
+)  # fmt: skip
+def test_kinds_of_files_that_are_no_models(name: str, words: str, tmp_path: Path) -> None:
+    """By their architecture, or their type beside one."""
+    path = tmp_path / "a.gguf"
+    for entries in (
+        (entry("general.architecture", STRING, text(name)),),
+        (ARCHITECTURE, entry("general.type", STRING, text(name))),
+    ):
+        path.write_bytes(header(*entries))
+        with pytest.raises(UnsupportedModelError, match=f"a.gguf is {words}; give "):
+            read_gguf(path)
+
+
+SCALARS: dict[str, tuple[str, list[float]]] = {
+    "UINT8": ("B", [0, 255]), "INT8": ("b", [-128, 127]), "UINT16": ("H", [65535]), "INT16": ("h", [-32768]),
+    "UINT32": ("I", [2**32 - 1]), "INT32": ("i", [-(2**31)]), "FLOAT32": ("f", [0.5, -2.0]),
+    "BOOL": ("?", [True, False]), "UINT64": ("Q", [2**64 - 1]), "INT64": ("q", [-(2**63)]), "FLOAT64": ("d", [0.1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALARS)
+@pytest.mark.parametrize("version", [2, 3])
+def test_every_type_of_a_value_alone_and_in_a_list(name: str, version: int, tmp_path: Path) -> None:
+    code, values = SCALARS[name]
+    kind = int(gguf.GGUFValueType[name])
+    packed = struct.pack(f"<{len(values)}{code}", *values)
+    one = entry("one", kind, struct.pack(f"<{code}", values[0]))
+    many = entry("many", ARRAY, struct.pack("<IQ", kind, len(values)) + packed)
+    none = entry("none", ARRAY, struct.pack("<IQ", kind, 0))
+    path = tmp_path / "a.gguf"
+    path.write_bytes(header(ARCHITECTURE, one, many, none, version=version))
+    found = read_gguf(path).metadata
+    assert (found["one"], found["many"], found["none"]) == (values[0], values, [])
+    assert type(found["one"]) is type(values[0])
+
+
+@pytest.mark.parametrize(
+    ("alignment", "is_good"),
+    [(8, True), (1 << 20, True), (4, False), (1 << 21, False), (12, False), (-8, False)],
+)
+def test_alignments_at_their_limits(alignment: int, is_good: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    stated = entry("general.alignment", 5, struct.pack("<i", alignment))
+    path.write_bytes(header(ARCHITECTURE, stated, tensors=(tensor("x"),)) + bytes(1 << 20))
+    if is_good:
+        found = read_gguf(path).tensors["x"]
+        assert (found.offset % alignment, found.length, found.shape) == (0, 32, (2, 4))
+    else:
+        with pytest.raises(QsampleError, match=f"general.alignment is {alignment}; it must be a"):
+            read_gguf(path)

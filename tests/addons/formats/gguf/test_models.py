@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qsample.addons.formats.gguf.file import GgufFile, GgufTensor
-from qsample.addons.formats.gguf.models import configuration, weights_of
+from qsample.addons.formats.gguf.models import FAMILIES, configuration, weights_of
 from qsample.errors import QsampleError, UnsupportedModelError
 
 SETTINGS: dict[str, Any] = {
@@ -307,3 +307,151 @@ def test_pairs_that_are_not_rotated(rotated: int, tmp_path: Path) -> None:
     config = configuration(GgufFile(tmp_path / "some.gguf", file.metadata, tensors))
     rope = config["rope_parameters"]
     assert (rope["rope_type"], rope["partial_rotary_factor"]) == ("proportional", rotated / 8)
+
+
+EXPERT_SIZES = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
+# The metadata of a file that has nothing optional, besides those of `SETTINGS`.
+FEW: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "qwen2", "qwen3", "gemma3", "mistral3", "phi3", "granite")},
+    "qwen3moe": EXPERT_SIZES,
+    "gpt-oss": EXPERT_SIZES | {"attention__sliding_window": 6},
+    "qwen35": LINEAR,
+    "qwen35moe": LINEAR | EXPERT_SIZES,
+    "gemma4": {"attention__sliding_window_pattern": [False], "attention__sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_what_every_architecture_has_without_its_optional_keys(architecture: str) -> None:
+    """The values are those of llama.cpp or its converters."""
+    assert FEW.keys() == FAMILIES.keys()
+    keys = ("attention__head_count_kv", "attention__key_length", "rope__dimension_count")
+    bare = dict.fromkeys(keys, None)
+    config = configuration(some_file(architecture, **FEW[architecture] | bare))
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 4)
+    assert (config["head_dim"], config["num_hidden_layers"]) == (8, 1)
+    assert (config["bos_token_id"], config["pad_token_id"]) == (None, None)
+    assert (config["dtype"], config["rms_norm_eps"]) == ("float32", 1e-5)
+    assert not {"attention_bias", "mlp_bias", "enable_moe_block"} & config.keys()
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    theta = 1e6 if architecture == "gemma3" else 1e4
+    assert (rope["rope_type"], rope["rope_theta"]) == ("default", theta)
+    assert rope.get("partial_rotary_factor", 1.0) == 1.0
+
+
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SIX: dict[str, Any] = {"tensors": LAYERS, "block_count": 6, "attention__sliding_window": 1}
+YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed", "setting", "value"),
+    [
+        ("llama", {"rope__scaling__factor": 4.0}, "rope_parameters.rope_type", "linear"),
+        ("llama", {"rope__scaling__factor": 1.0}, "rope_parameters.rope_type", "default"),
+        ("llama", {"rope__scale_linear": 1.0}, "rope_parameters.rope_type", "default"),
+        ("llama", {"rope__scale_linear": 4.0, "rope__scaling__factor": 2.0}, "rope_parameters.factor", 2.0),
+        ("llama", {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, "rope_parameters",
+         {"rope_type": "default", "rope_theta": 1e4}),
+        ("llama", YARN, "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                            "original_max_position_embeddings": 256}),
+        ("llama", YARN | {"rope__scaling__original_context_length": 64},
+         "rope_parameters.original_max_position_embeddings", 64),
+        ("llama", YARN | {"rope__scaling__yarn_beta_fast": 0.0}, "rope_parameters.beta_fast", 0.0),
+        ("llama", YARN | {"rope__scaling__yarn_beta_slow": 2.0}, "rope_parameters.beta_slow", 2.0),
+        ("llama", YARN | {"rope__scaling__yarn_attn_factor": 0.5}, "rope_parameters.attention_factor", 0.5),
+        ("llama", YARN | {"rope__scaling__yarn_log_multiplier": 0.1}, "rope_parameters.mscale_all_dim", 0.1),
+        ("llama", YARN | {"rope__scaling__yarn_log_multiplier": 0.1}, "rope_parameters.mscale", 1.0),
+        ("mistral3", {}, "model_type", "mistral"),
+        ("mistral3", {"attention__temperature_scale": 0.0}, "model_type", "ministral3"),
+        ("gemma3", {}, "sliding_window", 256),
+        ("gemma3", {}, "layer_types", ["full_attention"]),
+        ("gemma3", {}, "query_pre_attn_scalar", 16),
+        ("gemma3", {}, "rope_parameters.sliding_attention", LOCAL_ROPE),
+        ("gemma3", {"rope__freq_base_swa": 2e4}, "rope_parameters.sliding_attention.rope_theta", 2e4),
+        ("gemma3", SIX, "sliding_window", 1),
+        ("gemma3", SIX, "layer_types", ["sliding_attention"] * 5 + ["full_attention"]),
+        ("gemma3", SIX | {"attention__sliding_window_pattern": 2}, "layer_types",
+         ["sliding_attention", "full_attention"] * 3),
+        *((name, {"final_logit_softcapping": given}, "final_logit_softcapping", value)
+          for name in ("gemma3", "gemma4") for given, value in ((None, None), (0.0, None), (30.0, 30.0))),
+        ("phi3", {}, "sliding_window", None),
+        ("phi3", {"attention__sliding_window": 1}, "sliding_window", 1),
+        ("phi3", {}, "original_max_position_embeddings", 256),
+        ("phi3", {"rope__dimension_count": 12}, "rope_parameters.partial_rotary_factor", 0.75),
+        *(("granite", {key: given}, setting, value)
+          for key, setting, default in (
+              ("attention__scale", "attention_multiplier", 0.25), ("embedding_scale", "embedding_multiplier", 1.0),
+              ("residual_scale", "residual_multiplier", 1.0), ("logit_scale", "logits_scaling", 1.0))
+          for given, value in ((None, default), (0.0, default), (3.0, 3.0))),
+        ("qwen3moe", {"feed_forward_length": None}, "intermediate_size", 48),
+        ("qwen3moe", {}, "intermediate_size", 96),
+        ("qwen3moe", {}, "moe_intermediate_size", 48),
+        ("qwen3moe", {}, "norm_topk_prob", True),
+        ("gpt-oss", {}, "intermediate_size", 48),
+        ("gpt-oss", {}, "num_local_experts", 4),
+        ("gpt-oss", {}, "rope_parameters.truncate", False),
+        ("qwen35", SIX, "layer_types", ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2),
+        ("qwen35moe", {}, "shared_expert_intermediate_size", 96),
+        ("qwen35moe", {"expert_shared_feed_forward_length": 1}, "shared_expert_intermediate_size", 1),
+        ("gemma4", {}, "num_kv_shared_layers", 0),
+        ("gemma4", {}, "head_dim", 16),
+        ("gemma4", {"attention__key_length_swa": 8}, "head_dim", 8),
+        ("gemma4", {}, "use_double_wide_mlp", False),
+        ("gemma4", {}, "hidden_size_per_layer_input", 0),
+        ("gemma4", {}, "rope_parameters.sliding_attention", LOCAL_ROPE),
+        ("gemma4", {"rope__freq_base_swa": 2e4}, "rope_parameters.sliding_attention.rope_theta", 2e4),
+        ("gemma4", EXPERT_SIZES, "enable_moe_block", True),
+        ("gemma4", EXPERT_SIZES, "top_k_experts", 2),
+        ("gemma4", {"tensors": {"per_layer_token_embd.weight": (300, 8)}, "embedding_length_per_layer_input": 1},
+         "vocab_size_per_layer_input", 300),
+    ],
+)  # fmt: skip
+def test_a_setting_with_and_without_its_optional_key(
+    architecture: str, changed: dict[str, Any], setting: str, value: Any
+) -> None:
+    """Without the key, the value is that of llama.cpp or its converters, and otherwise the key's."""
+    found: Any = configuration(some_file(architecture, **FEW[architecture] | changed))
+    for part in setting.split("."):
+        found = found[part]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "least"),
+    [
+        ("llama", "nextn_predict_layers", 0), ("llama", "attention__head_count", 1), ("llama", "embedding_length", 1),
+        ("llama", "attention__key_length", 1), ("llama", "rope__dimension_count", 1), ("llama", "context_length", 1),
+        ("gemma3", "attention__sliding_window", 0), ("gemma3", "attention__sliding_window_pattern", 1),
+        ("phi3", "attention__sliding_window", 0), ("qwen35", "full_attention_interval", 1),
+        ("qwen35", "ssm__conv_kernel", 1), ("qwen35", "ssm__state_size", 1), ("qwen3moe", "expert_count", 1),
+        ("gpt-oss", "attention__sliding_window", 1), ("gemma4", "attention__shared_kv_layers", 0),
+        ("gemma4", "embedding_length_per_layer_input", 0), ("gemma4", "expert_count", 0),
+    ],
+)  # fmt: skip
+def test_0_is_as_good_as_no_key_or_refused_by_name(architecture: str, key: str, least: int) -> None:
+    plain = FEW[architecture]
+    if least == 0:
+        zero = configuration(some_file(architecture, **plain | {key: 0}))
+        assert zero == configuration(some_file(architecture, **plain))
+    with pytest.raises(QsampleError, match=rf"is {least - 1}; it must be an integer >= {least}"):
+        configuration(some_file(architecture, **plain | {key: least - 1}))
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_norms_that_are_shifted_and_queries_in_another_order(architecture: str) -> None:
+    """As the converters write them: 1 is added to Gemma's and Qwen3.5's norms."""
+    sizes = {
+        "output_norm.weight": (32,),
+        "blk.0.attn_norm.weight": (32,),
+        "output.weight": (320, 32),
+    }
+    file = some_file(architecture, sizes, **FEW[architecture])
+    weights = weights_of(file, configuration(file))
+    shift = 1.0 if architecture in ("gemma3", "qwen35", "qwen35moe") else 0.0
+    for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+        assert weights[name].shift == shift
+    queries = weights["model.layers.0.self_attn.q_proj.weight"]
+    for weight in (queries, weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+        assert (weight.shift, weight.is_logarithm) == (0.0, False)
+    assert (queries.order is not None) == (architecture in ("llama", "mistral3", "granite"))
