@@ -6,18 +6,21 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
 from qsample import CompileOptions
 from qsample.addons.serve.models import ServedModel
 from qsample.addons.serve.settings import ServeSettings
+from qsample.cli.opening import CompileChoices
 from qsample.contract.interface import Features
 from qsample.models.model import SourceModel
 from qsample.package.package import read_package
 from qsample.runtime import Engine, load
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import fake_package
+from tests.helpers.flags import unlike
 
 
 @pytest.mark.ci
@@ -230,3 +233,70 @@ def test_a_text_becomes_a_file_for_engines_and_servers(
         )
     with pytest.raises(ValueError, match="give prefix_cache_dir, or one model"):
         ServeSettings(models={"a": "x", "b": "y"}, prefixes=(str(out),))
+
+
+FLAGS = {
+    "prefix": """
+        package PACKAGE required; out OUT required; --prompt/-p; --prompt-text FILE; --system-file FILE
+        --lora NAME=DIR repeated; --overwrite; --provider; --threads >=1; --json
+    """,
+    "export": """
+        model MODEL required; out OUT required; --dtype = float32; --tokenizer FOLDER|ID|none = auto; --revision
+        --adapter FOLDER|ID; --text-only; --overwrite; --timing; --json
+    """,
+    "compile": "package PACKAGE required; out OUT required; --text-only; --debug-dump DIR; --overwrite",
+    "bundle": "out OUT required; packages PACKAGE... required; --overwrite",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags(command: str) -> None:
+    assert unlike(FLAGS[command], command) == []
+
+
+def test_prefix_passes_every_option(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened, load, out = MagicMock(), MagicMock(), tmp_path / "out"
+    model, path = load.return_value, opened.return_value.package.path
+    model.save_prefix.side_effect = lambda inputs, out, **_: out.write_bytes(bytes(2000)) and 9
+    monkeypatch.setattr("qsample.cli.build.open_exported", opened)
+    monkeypatch.setattr("qsample.runtime.load", load)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "system").write_text("Be brief.")
+    system = [{"role": "system", "content": "Be brief."}]
+    loras = ["--lora", f"a={tmp_path}", "--provider", "cuda", "--threads", "3", "--no-thinking"]
+    hidden = {"chat_template_kwargs": {"enable_thinking": False}}
+    for given, inputs, options, provider, threads in (
+        (["-p", "x"], "x", {"adapter": None}, None, None),
+        (["--system", "Be brief."], system, {"adapter": None}, None, None),
+        (["--system-file", tmp_path / "system", *loras], system, {"adapter": "a", **hidden}, "cuda", 3),
+    ):  # fmt: skip
+        status, shown, told = run("prefix", "m", out, "--overwrite", *given)
+        assert (status, shown, "9 tokens, 2.0 kB" in told) == (0, f"{out}\n", True), told
+        assert opened.call_args == call("m", CompileChoices(provider=provider))
+        assert load.call_args == call(path, provider, intra_op_num_threads=threads)
+        report = model.save_prefix.call_args.kwargs["progress"]
+        assert callable(report)
+        assert model.save_prefix.call_args == call(inputs, out, progress=report, **options)
+    model.load_adapter.assert_called_once_with("a", str(tmp_path))
+    model.save_prefix.reset_mock()
+    new = tmp_path / "new"
+    for target, given, words in (
+        (out, ["-p", "x"], "exists; give --overwrite"), (new, [], "no text given"),
+        (new, ["-p", "x", "--system", "y"], "--prompt and --system given; give one of"),
+        (new, ["-p", "x", "--thinking"], "go with --system, and --prompt was given"),
+        (new, ["-p", "x", *loras[:2], "--lora", f"b={tmp_path}"], "--lora was given 2 times"),
+    ):  # fmt: skip
+        status, _, told = run("prefix", "m", target, *given)
+        assert (status, words in " ".join(told.split())) == (2, True), told
+    assert not model.save_prefix.called
+
+
+def test_bundle_passes_every_option(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = MagicMock(return_value={"cpu": 1, "cuda": 2})
+    monkeypatch.setattr("qsample.ort.model_package.bundle", make)
+    for flags in ([], ["--overwrite"]):
+        status, shown, told = run("bundle", "out", "a", "b", *flags)
+        assert (status, shown, "variants: cpu, cuda" in told) == (0, "out\n", True)
+        assert make.call_args == call(Path("out"), ["a", "b"], overwrite=bool(flags))

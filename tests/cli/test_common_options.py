@@ -24,6 +24,7 @@ from qsample.cli.common import (
 )
 from qsample.contract.interface import Features
 from qsample.request.huggingface.lora import CONFIG
+from tests.helpers.flags import unlike
 
 
 @pytest.mark.parametrize(
@@ -194,3 +195,22 @@ def test_an_adapter_that_was_not_loaded() -> None:
 def test_a_context_that_is_full() -> None:
     said = context_full(64, "ends the answer")
     assert said.startswith("the context of 64 tokens is full, which ends the answer; compile with")
+
+
+FLAGS = {
+    "generate": """
+        --image FILE repeated; --ctx-len >=2; --system; --chat-template FILE; --chat-template-kwargs JSON
+        --thinking/--no-thinking; --lora NAME=DIR repeated; --weights int2|int4|int8|float16
+        --preset quick|balanced|speed; --text-only; --provider; --threads >=1
+        --batch-invariant/--no-batch-invariant = True; --trusted-keys FILE repeated; --json
+        --stop-string repeated [Sampling]; --greedy [Sampling]; --temperature [Sampling]
+        --bad-word repeated [More sampling, for packages exported with --filter]
+        --dry-base [More sampling, for packages exported with --filter]
+    """,
+    "export": "--overwrite; --for-serving; --sampler/--no-sampler = True; --filter NAME repeated",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_of_several_commands(command: str) -> None:
+    assert unlike(FLAGS[command], command) == []

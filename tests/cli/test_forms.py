@@ -14,6 +14,7 @@ import pytest
 from qsample.errors import install_hint
 from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime import load
+from tests.helpers.flags import unlike
 
 SCHEMA = {
     "type": "object",
@@ -210,3 +211,14 @@ def test_a_file_of_tables_is_that_of_the_model(
     assert status == 0, err
     model = load(forms_package)
     assert TokenGrammar.load(file).key == model.grammar(regex="[a-f]{4}").key
+
+
+def test_the_flags() -> None:
+    panel = "[Form of the answers, for packages exported with --grammars or --for-serving]"
+    own = (
+        "--json-schema JSON|FILE",
+        "--regex REGEX",
+        "--choice TEXT repeated",
+        "--grammar TEXT|FILE",
+    )
+    assert unlike(";".join(f"{flag} {panel}" for flag in own), "generate") == []

@@ -19,6 +19,7 @@ from qsample.runtime import load
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import VOCAB, byte_tokenizer, fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
+from tests.helpers.flags import unlike
 
 GENERATE = ["--max-new-tokens", "8", "--seed", "3", "--temperature", "1.0"]
 
@@ -405,3 +406,12 @@ def test_rows_of_a_prompt_file_in_a_form(run: Any, tmp_path: Path) -> None:
     )
     assert status == 0, err
     assert {json.loads(line)["text"] for line in output.read_text().splitlines()} <= {"ab!", "cd!"}
+
+
+def test_the_flags() -> None:
+    own = """
+        model [PACKAGE_OR_MODEL]; --prompt/-p repeated; --image FILE repeated; --prompt-file FILE; --output FILE
+        --retry-errors; --slots >=1; --num-return-sequences >=1 <=128 = 1; --raw; --ctx-len >=2; --flush-every >=1
+        --double-buffering/--no-double-buffering = True; --json
+    """
+    assert unlike(own, "generate") == []

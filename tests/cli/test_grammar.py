@@ -14,6 +14,7 @@ from qsample.request.structured.automaton import Thoughts
 from qsample.request.structured.grammars import Grammars, Wish
 from qsample.request.structured.tables import TokenGrammar
 from qsample.runtime import load
+from tests.helpers.flags import unlike
 
 SCHEMA = {
     "type": "object",
@@ -209,3 +210,8 @@ def test_thoughts_are_not_open(forms_package: Path) -> None:
     form = Form("choice", ["yes"])
     assert grammars.tables(Wish(form, Thoughts("<", ">", is_open=False))).key == made.key
     assert grammars.tables(Wish(form, Thoughts("<", ">", is_open=True))).key != made.key
+
+
+def test_the_flags() -> None:
+    own = "schema [SCHEMA]; --package PACKAGE_OR_MODEL; --output/-o FILE required; --thoughts START END; --json"
+    assert unlike(own, "grammar") == []

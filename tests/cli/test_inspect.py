@@ -21,6 +21,7 @@ from qsample.models.model import SourceModel
 from qsample.package.package import Package, read_package
 from tests.helpers.command_line import qsample
 from tests.helpers.fake_package import compilation, fake_package
+from tests.helpers.flags import unlike
 
 
 def test_inspect_shows_every_tensor_of_the_contract(run: Any, llama_package: Path) -> None:
@@ -304,3 +305,16 @@ def test_a_gguf_file_is_given_directly(tmp_path: Path) -> None:
         **variables,
     )
     assert verified.returncode == 0, verified.stderr
+
+
+FLAGS = {
+    "inspect": "package PACKAGE required; --verify/--no-verify = True; --bits; --json",
+    "pull": "model MODEL required; --ctx-len >=2; --provider; --text-only; --for-serving",
+    "cache list": "--json",
+    "cache clear": "model [MODEL]...; --yes/-y",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags(command: str) -> None:
+    assert unlike(FLAGS[command], *command.split()) == []

@@ -10,6 +10,7 @@ import pytest
 
 from qsample.cli import run
 from tests.helpers.fake_package import fake_package
+from tests.helpers.flags import unlike
 
 
 def test_bench_as_json_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +73,13 @@ def test_bench_with_an_image(run: Any, smolvlm_package: Path) -> None:
     assert found["prompt_tokens"] > found["image_tokens"] + 4  # the texts around its tiles
     status, _, err = run("bench", smolvlm_package, "--image", "48")
     assert (status, "give a width and a height in pixels" in err) == (2, True)
+
+
+def test_the_flags() -> None:
+    own = """
+        package PACKAGE_OR_MODEL required; --batch >=1 repeated; --prompt-tokens >=1 = 64; --new-tokens >=1 = 64
+        --repetitions >=1 = 3; --image WIDTHxHEIGHT; --json; --temperature = 0.0 [Sampling]; --top-k = 0 [Sampling]
+        --top-p = 1.0 [Sampling]; --min-p = 0.0 [Sampling]; --repetition-penalty = 1.0 [Sampling]
+        --prompt-lookup-num-tokens = 0 [Sampling]
+    """
+    assert unlike(own, "bench") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from qsample.contract.interface import Features
 from qsample.errors import CompileError, PackageError, QsampleError
 from qsample.models.auto_model import AutoModel
 from qsample.models.model import PackagedModel, SourceModel
+from qsample.models.sources import CheckpointSource
 from qsample.runtime import Engine, load
 from tests.helpers.adapters import random_adapter
 from tests.helpers.fake_package import fake_package
@@ -494,3 +496,18 @@ def test_packages_of_the_cache_leave_out_images_that_their_target_cannot_have(
     with pytest.raises(QsampleError, match="seen"):
         model.cached()
     assert [source.text_only for source in seen] == [alone]
+
+
+def test_what_a_source_has_to_say_is_said_where_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = CheckpointSource(model_id=str(tmp_path))
+    monkeypatch.setattr("qsample.models.auto_model.find_source", lambda request: source)
+    for notice in (None, "read the page about it"):
+        monkeypatch.setattr(CheckpointSource, "notice", notice)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, provider="webgpu")
+        told = [] if notice is None else [(notice, __file__)]
+        assert [(str(each.message), each.filename) for each in said] == told
+        assert (model.source, model.device) == (source, "webgpu")

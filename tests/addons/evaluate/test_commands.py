@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
+from qsample.addons.evaluate import commands
 from tests.helpers.fake_package import fake_package
+from tests.helpers.flags import unlike
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps.\n"
 
@@ -127,3 +131,55 @@ def test_verify_against_a_checkpoint(run: Any, llama_package: Path, checkpoint: 
         for form in ("sequential", "batched")
         for name in ("mean", "p99", "largest", "agreement")
     ]
+
+
+FLAGS = {
+    "evaluate": """
+        packages PACKAGE_OR_MODEL... required; --text FILE repeated required
+        --against PACKAGE_OR_MODEL repeated; --max-length >=2; --stride >=1; --batch-size >=1 = 8
+        --confidence = 0.95; --seed >=0 = 0; --step-time; --plot FILE; --json
+    """,
+    "verify": """
+        package PACKAGE_OR_MODEL required; --against CHECKPOINT_OR_PACKAGE; --trusted-keys FILE repeated
+        --text FILE repeated; --positions >=1 = 256; --max-length >=2; --batch-size >=1 = 8; --max-mean >=0
+        --max-p99 >=0; --max-difference >=0; --min-agreement >=0 <=1; --plot FILE; --json
+    """,
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags(command: str) -> None:
+    assert unlike(FLAGS[command], command) == []
+
+
+class Signer:
+    kind, fingerprint = "key", "ab"
+
+    def __str__(self) -> str:
+        return "key ab"
+
+
+@pytest.mark.parametrize(
+    ("found", "trusted", "words"),
+    [
+        (None, None, "; not signed"),
+        (Signer(), None, "; signed by the key ab; --trusted-keys checks that"),
+        (None, Signer(), "; signed by the trusted key ab"),
+    ],
+)
+def test_verify_says_who_signed(
+    found: Any, trusted: Any, words: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fake_package(tmp_path / "p").path
+    package = SimpleNamespace(path=path, signer=trusted, manifest=SimpleNamespace(files="abc"))
+    monkeypatch.setattr(commands, "signer_of", lambda _: found)
+    read = MagicMock(return_value=package)
+    monkeypatch.setattr(commands, "read_package", read)
+    given = [] if trusted is None else ["--trusted-keys", "k"]
+    told = f"{path}: 3 files have the sha256 of the manifest{words}\n"
+    assert run("verify", path, *given)[:2] == (0, told)
+    facts = json.loads(run("verify", path, *given, "--json")[1])
+    signature = {"kind": "key", "fingerprint": "ab", "trusted": trusted is not None}
+    wanted = signature if found or trusted else None
+    assert facts == {"package": str(path), "files": 3, "signature": wanted}
+    assert read.call_args_list == [call(str(path), trusted_keys=given[1:] or None)] * 2

@@ -19,7 +19,7 @@ OPTIONS = {
 WORDS = [(word, ours) for ours, words in ELSEWHERE.items() for word in words]
 
 
-@pytest.mark.parametrize(("word", "ours"), WORDS)
+@pytest.mark.parametrize(("word", "ours"), WORDS, ids=range(len(WORDS)))
 def test_words(word: str, ours: str) -> None:
     assert word not in COMMANDS
     assert ours in names_here(word, OPTIONS)

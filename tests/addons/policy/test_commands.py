@@ -9,6 +9,7 @@ import pytest
 
 from qsample import cli
 from qsample.addons.policy import files
+from tests.helpers.flags import unlike
 
 CONTRACT = "onnx-genai.token-sampler@2"
 
@@ -86,3 +87,8 @@ def test_the_help(run: Any) -> None:
     assert status == 0
     for words in ("[OUT]", "PACKAGE", CONTRACT, "qsample policy --into qwen3-workflow"):
         assert words in out
+
+
+def test_the_flags() -> None:
+    own = f"out [OUT]; --contract = {CONTRACT}; --vocab-size >=1; --into PACKAGE; --provider = cpu; --overwrite"
+    assert unlike(own, "policy") == []

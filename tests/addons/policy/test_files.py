@@ -170,6 +170,12 @@ def test_metadata_that_cannot_be_read(tmp_path: Path, text: str) -> None:
         replace_sampler(tmp_path)
 
 
+def test_metadata_have_16_mebibytes_at_most(tmp_path: Path) -> None:
+    (tmp_path / METADATA).write_bytes(bytes(2**24 + 1))
+    with pytest.raises(PackageError, match="it is larger than 16 MiB"):
+        replace_sampler(tmp_path)
+
+
 def test_a_file_that_two_components_share_is_left_alone(tmp_path: Path) -> None:
     document = workflow()
     components = document["pipeline"]["workflow"]["components"]

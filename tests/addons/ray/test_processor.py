@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,13 +12,16 @@ from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
 
+from qsample.addons.ray import processor
 from qsample.addons.ray.processor import (
     EngineActor,
     QsampleProcessorConfig,
+    build_processor,
     request_of,
     seed_of,
     warn_if_full,
@@ -427,3 +431,45 @@ def test_types_do_not_depend_on_the_rows(pa: Any, actor: EngineActor, rows: int)
     done = run_batch(actor, pa.table({"text": pa.array(["x"] * rows, pa.string())}))
     assert done.num_rows == rows
     assert {name: done.schema.field(name).type for name in columns} == columns
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_dataset_goes_through_actors_as_the_configuration_says(
+    running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cluster: what Ray Data is told."""
+    ray, strategy = MagicMock(), MagicMock()
+    ray.is_initialized.return_value = running
+    ray.cluster_resources.return_value = {"CPU": 6.0}
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace(ActorPoolStrategy=strategy))
+    monkeypatch.setattr(processor, "pack", lambda package: f"packed {package}")
+    given: Any = {"batch_size": 5, "num_cpus": 2, "num_gpus": 0.5, "max_concurrent_batches": 3}
+    config = QsampleProcessorConfig(
+        package="p", concurrency=(3, 4), send_package=True, runtime_env={"a": 1}, **given
+    )
+    dataset, last = MagicMock(), MagicMock()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        after = build_processor(config, lambda row: {"prompt": row["text"]}, last)(dataset)
+    assert [str(each.message)[:22] for each in said] == ["the actors take 6 of t"] * running
+    (before,) = dataset.map.call_args.args
+    assert before({"text": "x", "prompt": "y"}) == {"text": "x", "prompt": "x"}
+    actors = dataset.map.return_value.map_batches
+    assert actors.call_args == call(
+        EngineActor, fn_constructor_args=(replace(config, runtime_env=None), ray.put.return_value), batch_size=5,
+        batch_format="pyarrow", compute=strategy.return_value, num_cpus=2, num_gpus=0.5, runtime_env={"a": 1},
+    )  # fmt: skip
+    ray.put.assert_called_once_with("packed p")
+    sizes = {"min_size": 3, "max_size": 4}
+    limits = {"max_tasks_in_flight_per_actor": 6, "max_concurrent_calls_per_actor": 3}
+    strategy.assert_called_once_with(**sizes, **limits)
+    assert after == actors.return_value.map.return_value
+    actors.return_value.map.assert_called_once_with(last)
+    plain = MagicMock()
+    assert build_processor(QsampleProcessorConfig(package="p"))(plain) == plain.map_batches()
+    options = plain.map_batches.call_args_list[0].kwargs
+    assert options["fn_constructor_args"] == (QsampleProcessorConfig(package="p"), None)
+    assert (options["batch_size"], options["num_cpus"], options["num_gpus"]) == (64, 1, 0)
+    assert (options["runtime_env"], strategy.call_args.kwargs["max_size"]) == (None, 1)
+    assert strategy.call_args.kwargs["max_concurrent_calls_per_actor"] == 4

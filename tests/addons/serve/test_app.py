@@ -628,3 +628,79 @@ def _entry(options: Any, name: str) -> str:
         return str(options.get_session_config_entry(name))
     except RuntimeError:  # it was not set
         return ""
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "model 'tiny' reads text only",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "model 'tiny' reads text only",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 99_999}]}, "characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "1 2 3 " * 200}]}, "give at most 511"),
+        (CHAT, {"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "takes no chat templates"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "logprobs": True, "top_logprobs": 9},
+            "this package returns 5",
+        ),
+        (COMPLETIONS, {"prompt": "x" * 99_999}, "characters"),
+        (COMPLETIONS, {"prompt": [5] * 512}, "give at most 511"),
+        (COMPLETIONS, {"prompt": [99_999]}, "99999 is not a token"),
+        (COMPLETIONS, {"prompt": ["x"] * 131, "n": 2}, "262 answers were requested at once"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "give a prompt, or messages"),
+        ("/tokenize", {}, "give a prompt, or messages"),
+        ("/detokenize", {"tokens": [99_999]}, "99999 is not a token"),
+    ],
+)
+def test_every_limit_is_checked(
+    client: TestClient, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = client.post(path, json=body)
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), (
+        answer.text
+    )
+
+
+SAID = {"messages": MESSAGES, "max_tokens": 2, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "status", "found"),
+    [
+        ("GET /health", None, 200, '{"status":"ok"}'), ("GET /version", None, 200, '{"version":'),
+        ("GET /metrics", None, 200, 'num_slots{model_name="tiny"} 4.0'), ("GET /v1/models/none", None, 404, "'none'"),
+        ("POST /v1/responses", {"input": "x", "max_output_tokens": 2}, 200, '"object":"response"'),
+        ("POST /v1/messages", SAID, 200, '"type":"message"'), ("POST /v1/messages/count_tokens", SAID, 200, "input_"),
+        ("POST /tokenize", {"prompt": "In"}, 200, '{"count":2,"max_model_len":512,"tokens":[0,'),
+        ("POST /detokenize", {"tokens": [0]}, 200, '{"prompt":"<s>"}'), ("GET /ping", None, 200, "ok"),
+        ("POST /ping", None, 200, "ok"), ("HEAD /", None, 200, ""), ("HEAD /health", None, 200, ""),
+        ("HEAD /v1/models", None, 200, ""), ("GET /", None, 200, "<textarea"), ("GET /nothing", None, 404, "/docs"),
+        ("POST /v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}, 404, "--lora-dir"),
+        ("POST /v1/unload_lora_adapter", {"lora_name": "a"}, 404, "--lora-dir"),
+    ],
+)  # fmt: skip
+def test_endpoints(client: TestClient, call: str, body: Any, status: int, found: str) -> None:
+    method, path = call.split()
+    answer = client.request(method, path, json=body)
+    assert (answer.status_code, found in answer.text) == (status, True), answer.text
+
+
+def test_endpoints_of_openai_that_are_not_done_here(client: TestClient) -> None:
+    whole = "embeddings moderations images/edits audio/speech fine_tuning/jobs responses/r/cancel"
+    either = "videos realtime conversations files batches assistants threads vector_stores"
+    for name in (*whole.split(), *either.split(), *(f"{name}/x" for name in either.split())):
+        for method in ("GET", "POST", "DELETE"):
+            answer = client.request(method, f"/v1/{name}")
+            code = answer.json()["error"]["code"]
+            assert (answer.status_code, code) == (404, "unsupported_endpoint")

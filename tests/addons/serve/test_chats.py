@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from qsample.addons.serve import chats
 from qsample.addons.serve.chats import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from qsample.addons.serve.http import ApiError
 from qsample.request.grammar import Form
 from qsample.request.text.chat import ChatOptions
+from tests.helpers.flags import undescribed
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -134,3 +136,7 @@ def test_texts_that_become_tokens_and_back() -> None:
             DetokenizeRequest.model_validate({"tokens": tokens})
     with pytest.raises(ValidationError, match="1 validation error"):
         TokenizeRequest.model_validate({"messages": [0, 0]})
+
+
+def test_every_field_has_words_for_clients() -> None:
+    assert undescribed(chats) == []

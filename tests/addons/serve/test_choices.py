@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -15,8 +16,10 @@ from qsample.addons.serve.choices import (
     CompletionChoice,
     PromptScores,
     joined_events,
+    listed_tokens,
 )
 from qsample.addons.serve.forms import ANY_TEXT, AnswerForm
+from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.runtime import Delta
 from tests.helpers.answers import END, Texts, delta, ended, optional_outputs, served
@@ -298,3 +301,22 @@ def test_tokens_of_a_prompt_in_vllms_form() -> None:
     assert "prompt_logprobs" not in completion(logprobs=1).whole(ended(2))
     *_, impossible = PromptScores([3, 9], optional_outputs(9)).entries(Texts(), 0)  # type: ignore[arg-type]
     assert impossible == {"9": {"logprob": -9999.0, "rank": 3, "decoded_token": "<9>"}}
+
+
+def test_tokens_that_a_request_lists_stand_in_the_place_of_the_answers_only_token() -> None:
+    scores = {"prompt_logprobs": np.array([[-0.25], [-np.inf], [-2.0]], np.float32)}
+    listed = listed_tokens([4, 3, 2], replace(ended(), prompt_outputs=scores))
+    assert listed == [(4, -0.25), (3, -np.inf), (2, -2.0)]
+    choices: list[Choice] = [completion(logprobs=0), chat(logprobs=True, top_logprobs=0)]
+    parts = []
+    for choice in choices:
+        choice.listed = listed
+        parts += choice.piece(delta(3, text="ddd"))
+    assert parts[0]["logprobs"]["top_logprobs"] == [{"é": -0.25, "ddd": -1.0, "c": -2.0}]
+    tops = parts[1]["logprobs"]["content"][0]["top_logprobs"]
+    assert [(top["token"], top["logprob"]) for top in tops] == [
+        ("é", -0.25),
+        ("ddd", -9999),
+        ("c", -2),
+    ]
+    assert chat().failed(ApiError(400, "m"))[0]["error"]["message"] == "m"

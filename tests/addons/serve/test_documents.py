@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qsample.addons.serve import ServeSettings, make_app
+from qsample.addons.serve import ServeSettings, documents, make_app
 from qsample.addons.serve.documents import (
     Completion,
     Error,
@@ -24,6 +24,7 @@ from qsample.addons.serve.documents import (
     Version,
 )
 from qsample.request.sampling_params import HELP
+from tests.helpers.flags import undescribed
 from tests.helpers.servers import ServerProcess
 
 SAID = [{"role": "user", "content": "And the LORD spake"}]
@@ -154,3 +155,15 @@ def test_answers_have_the_described_fields(server: ServerProcess) -> None:
         kind.model_validate(client.get(path).json(), strict=True)
     with pytest.raises(ValueError, match="Extra inputs"):
         Version.model_validate({"version": "1", "other": 2})
+
+
+def test_what_an_answer_may_leave_out() -> None:
+    assert undescribed(documents) == []
+    for kind, names in (
+        (Completion, "id object model created choices usage"), (Text, "prompt"), (Health, "status"),
+        (Response, "id object model status created_at output"), (Message, "id type role model content usage"),
+        (Model, "id object owned_by created max_model_len capabilities"), (Tokens, "count max_model_len tokens"),
+    ):  # fmt: skip
+        fields = kind.model_fields.items()
+        assert [name for name, field in fields if field.is_required()] == names.split()
+        assert {field.default for _, field in fields if not field.is_required()} <= {None}

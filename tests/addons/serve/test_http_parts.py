@@ -368,3 +368,29 @@ def test_as_it_is() -> None:
     error = ApiError(400, "x", headers={"a": "b"})
     assert as_api_error(error) is error
     assert error.headers == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"),
+        (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error"), (504, "timeout_error"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_form_of_their_api(status: int, kind: str) -> None:
+    error = ApiError(status, "m", param="p", code="c", headers={"A": "b"})
+    for path, root, anthropic in (
+        ("/v1/messages", "", True), ("/v1/messages/count_tokens", "", True), ("/llm/v1/messages", "/llm", True),
+        ("/v1/chat/completions", "", False), ("/llm/v1/messages", "", False),
+    ):  # fmt: skip
+        sent, scope = Sent(), scope_of(path) | {"root_path": root}
+        asyncio.run(error(scope, None, sent))  # type: ignore[arg-type]
+        body = json.loads(sent[1]["body"])
+        if anthropic:
+            assert body == {"type": "error", "error": {"type": kind, "message": "m"}}
+        else:
+            assert body["error"].pop("type") in (kind, "server_error", "invalid_request_error")
+            assert body == {"error": {"message": "m", "param": "p", "code": "c"}}
+        assert (sent.status, sent.headers["a"], scope["qsample.reason"]) == (status, "b", "c")
+        assert sent.headers["content-type"] == "application/json"

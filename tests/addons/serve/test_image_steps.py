@@ -190,3 +190,19 @@ def test_images_are_read_and_seen_in_their_turn() -> None:
         steps.close()
 
     run(work())
+
+
+def test_room_for_four_of_the_largest_files_and_features_of_256_mib() -> None:
+    async def work() -> None:
+        steps = ImageSteps(ServeSettings(models={"m": "p"}, max_image_bytes=1000))
+        for room, most in ((steps._files, 4000), (steps._features, 2**28)):
+            await room.take(1)
+            await room.take(most - 1)
+            more = asyncio.create_task(room.take(1))
+            await settle()
+            assert not more.done()
+            room.give_back(1)
+            await more
+        steps.close()
+
+    run(work())

@@ -135,6 +135,10 @@ def refused(message: str, address: str, **options: Any) -> None:
 
 def test_data_urls() -> None:
     assert read(DATA) == PNG
+    text = len(DATA.partition(",")[2])  # the room that it needs is that of its text, or the limit
+    assert MediaReader(MOST).check([DATA, DATA]) == 2 * text
+    assert MediaReader(1000).check([DATA]) == 1000
+    assert MediaReader(MOST, ("a.org",)).check([DATA, "https://a.org/x"]) == text + MOST
     refused("and 2000 are the most", "data:image/png;base64," + "A" * 2800)
     refused("not valid base64", "data:image/png;base64,A")
     refused("give data:image/png", "data:text/html;base64,AAAA")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from qsample.addons.serve import messages
 from qsample.addons.serve.chats import ChatCompletionRequest
 from qsample.addons.serve.forms import ANY_TEXT
 from qsample.addons.serve.messages import (
@@ -25,6 +26,7 @@ from qsample.request.text.chat import ChatOptions
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
 from tests.helpers.answers import Scripted, delta, ended, served
+from tests.helpers.flags import undescribed
 from tests.helpers.servers import ServerProcess
 
 MESSAGES, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
@@ -497,3 +499,7 @@ def test_every_field_of_anthropics_is_known() -> None:
     assert len(fields) > 15
     assert fields - MessagesRequest.model_fields.keys() - MessagesRequest.refusals.keys() == set()
     CountTokensRequest.model_validate({**dict.fromkeys(fields), "messages": SAID})
+
+
+def test_every_field_has_words_for_clients() -> None:
+    assert undescribed(messages) == []

@@ -7,9 +7,11 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import tokenizers
@@ -25,6 +27,7 @@ from qsample.addons.serve.settings import ServeSettings
 from qsample.contract.interface import Features
 from qsample.request.grammar import Form
 from qsample.request.text.tokenizer import Tokenizer
+from qsample.runtime import SamplingParams
 from tests.helpers.fake_package import fake_package
 
 FORMS = Features(grammars=True, allowed_tokens=True)
@@ -212,3 +215,31 @@ def test_answers_without_a_limit_have_the_default_of_their_api(package: Path) ->
         assert (limited.max_new_tokens, limited.max_length) == (3, None)
         limited = model.sampling_params(chat.model_copy(update={"max_tokens": 3}))
         assert (limited.max_new_tokens, limited.max_length) == (3, None)
+
+
+def test_an_adapter_that_was_unloaded_meanwhile() -> None:
+    added = MagicMock(return_value=["request"])
+    model: Any = SimpleNamespace(
+        base="tiny",
+        adapter=None,
+        engine=SimpleNamespace(add=added),
+        model=SimpleNamespace(adapters=["a"]),
+    )
+    params = SamplingParams(max_new_tokens=3)
+    for adapter, priority in ((None, 0), ("a", 2)):
+        model.adapter = adapter
+        request: Any = ServedModel.add(model, [5], params, priority=priority, seed=7)
+        assert request == "request"
+        (made,), options = added.call_args
+        assert (made.inputs, made.seed, made.params) == ([[5]], 7, replace(params, adapter=adapter))
+        assert options == {"timeout": 0, "priority": priority}
+    model.adapter = "b"
+    with pytest.raises(
+        ApiError, match="the model 'b' does not exist here; there is 'tiny'"
+    ) as raised:
+        ServedModel.add(model, [5], params)
+    assert (raised.value.status, raised.value.param, raised.value.code) == (
+        404,
+        "model",
+        "model_not_found",
+    )

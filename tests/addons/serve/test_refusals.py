@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from qsample.addons.serve import refusals
+
 PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions", "items": "/v1/responses"}
 GOOD: dict[str, dict[str, Any]] = {
     "text": {"prompt": "x", "max_tokens": 4},
@@ -284,3 +286,49 @@ def test_parameters_that_are_nested_too_deep(client: TestClient, choice: Any) ->
         PATHS["chat"],
         json.dumps(GOOD["chat"] | {"tools": [function], "tool_choice": choice}),
     )
+
+
+COMMON = """
+    use_beam_search false; early_stopping false; length_penalty 1; spaces_between_special_tokens true false
+    truncate_prompt_tokens; logits_processors []; return_tokens_as_token_ids false; cache_salt; kv_transfer_params {}
+    vllm_xargs {}; prompt_logprob_token_ids []; mm_processor_kwargs {}; media_io_kwargs {}; guided_json_object false
+    guided_decoding_backend "auto" "guidance"; guided_whitespace_pattern; samplers; min_keep 0
+"""
+# The fields of each kind of request that are refused, with the values that ask for nothing.
+NEUTRAL = {
+    "CHAT": COMMON + """
+        audio; functions []; function_call "none" "auto"; web_search_options; moderation; echo false
+        add_special_tokens false
+    """,
+    "COMPLETIONS": COMMON + "thinking_token_budget -1; thinking_budget_tokens -1; prompt_embeds []",
+    "RESPONSES": COMMON + """
+        previous_response_id; conversation; store false; background false; background_options; moderation
+        access_programs; prompt; truncation "disabled" "auto"; context_management []; image; messages; n 1; best_of 1
+        max_tokens; max_completion_tokens; response_format {"type":"text"}; logprobs false; prompt_logprobs false
+        logprob_token_ids false; return_token_ids false
+    """,
+    "MESSAGES": COMMON + """
+        container []; mcp_servers []; n 1; best_of 1; stop []; thinking_token_budget -1; thinking_budget_tokens -1
+        response_format {"type":"text"}; logprobs false; prompt_logprobs false; logprob_token_ids false
+        return_token_ids false
+    """,
+    "MESSAGE_TOOL": 'allowed_callers ["direct"]',
+    "STRUCTURED_OUTPUTS": """
+        disable_fallback true false; disable_any_whitespace true false; disable_additional_properties false
+        whitespace_pattern; structural_tag
+    """,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_values_that_ask_for_nothing(name: str) -> None:
+    wanted = {}
+    for entry in NEUTRAL[name].strip().replace("\n", ";").split(";"):
+        if entry.strip():
+            field, *values = entry.split()
+            wanted[field] = [json.loads(value) for value in values]
+    table: refusals.Refusals = getattr(refusals, name)
+    found = {field: list(refusal.neutral) for field, refusal in table.items()}
+    # True and 1 are different values here.
+    assert [*map(repr, sorted(found.items()))] == [*map(repr, sorted(wanted.items()))]
+    assert [field for field, refusal in table.items() if " " not in refusal.instead] == []

@@ -11,16 +11,18 @@ import openai
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from starlette.testclient import TestClient
 
 from qsample.addons.serve import ServeSettings, make_app
+from qsample.addons.serve import requests as bodies
 from qsample.addons.serve.http import ApiError
 from qsample.addons.serve.requests import CompletionRequest
 from qsample.request.grammar import Form
 from qsample.runtime import SamplingParams, load
 from tests.helpers.fake_package import fake_package
 from tests.helpers.filters import ASKED, FILTERS, assert_read, read_by_the_graph, record_parameters
+from tests.helpers.flags import undescribed
 from tests.helpers.servers import ServerProcess
 
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
@@ -467,3 +469,21 @@ def test_the_openai_client_writes_out_what_it_does_not_use(server: ServerProcess
             audio={"voice": "alloy", "format": "wav"},
         )
     assert refused.value.param == "audio"
+
+
+def test_every_field_has_words_for_clients() -> None:
+    assert undescribed(bodies) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most", "step"),
+    [
+        (bodies.Count, 1, 2**31 - 1, 1), (bodies.TokenId, 0, 2**31 - 1, 1), (bodies.Penalty, 1e-6, 1e6, 1e-7),
+    ],
+)  # fmt: skip
+def test_numbers_of_several_bodies(kind: Any, least: float, most: float, step: float) -> None:
+    check = TypeAdapter(kind).validate_python
+    assert [check(least), check(most)] == [least, most]
+    for wrong in (least - step, most + step, True, str(least)):
+        with pytest.raises(ValidationError):
+            check(wrong)

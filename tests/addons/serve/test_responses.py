@@ -16,6 +16,7 @@ from openai.types.responses import ResponseFunctionToolCall, response_create_par
 from pydantic import BaseModel, Field, ValidationError
 from starlette.testclient import TestClient
 
+from qsample.addons.serve import responses
 from qsample.addons.serve.forms import ANY_TEXT
 from qsample.addons.serve.responses import ResponseAnswers, ResponseChoice, ResponsesRequest
 from qsample.request.grammar import Form
@@ -23,6 +24,7 @@ from qsample.request.text.chat import ChatOptions
 from qsample.runtime import SamplingParams
 from qsample.runtime.request import Usage
 from tests.helpers.answers import Scripted, delta, ended, served
+from tests.helpers.flags import undescribed
 from tests.helpers.servers import ServerProcess
 
 RESPONSES = "/v1/responses"
@@ -554,3 +556,7 @@ def test_a_failure_within_a_stream(
         assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
         assert events[2]["code"] == "internal_error"
         assert events[3]["response"]["status"] == "failed"
+
+
+def test_every_field_has_words_for_clients() -> None:
+    assert [name for name in undescribed(responses) if name[0] != "_"] == []

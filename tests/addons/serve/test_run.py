@@ -8,11 +8,15 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
+import uvicorn
 
-from qsample.addons.serve.run import run
+from qsample.addons.serve.run import MAX_SECONDS_OF_A_REQUEST, run
 from qsample.addons.serve.settings import ServeSettings
 from qsample.cli import run as main
 from qsample.errors import QsampleError
@@ -123,3 +127,45 @@ def test_what_runs_after_the_drain_timeout_is_told_so(
         assert told[-1] == "data: [DONE]"
         server.process.wait(60)
     assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "allowed", "url"),
+    [
+        ("127.0.0.1", (), ("127.0.0.1",), "http://127.0.0.1:"), ("::1", (), ("::1",), "http://[::1]:"),
+        ("0.0.0.0", (), (), "http://0.0.0.0:"), ("localhost", ("a",), ("a",), "http://localhost:"),
+    ],
+)  # fmt: skip
+def test_what_uvicorn_is_told(
+    host: str, given: tuple[str, ...], allowed: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if host == "::1":
+        try:
+            socket.create_server((host, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    config, models, app, served = MagicMock(), MagicMock(), MagicMock(), MagicMock()
+    app.return_value.state.server.max_body_bytes.return_value = 77
+    for name, stub in (("ServedModels", models), ("make_app", app)):
+        monkeypatch.setattr(f"qsample.addons.serve.run.{name}", stub)
+    monkeypatch.setattr(uvicorn, "Config", config)
+    monkeypatch.setattr(uvicorn.Server, "run", served)
+    settings = ServeSettings(models={"m": "p"}, drain_timeout=2.5, allowed_hosts=given)
+    urls = list[str]()
+    run(settings, host, 0, ready=urls.append, log_level="error")
+    (listening,) = served.call_args.kwargs["sockets"]
+    assert urls[0].startswith(url)
+    assert int(urls[0].removeprefix(url)) > 0
+    assert listening.fileno() == -1, "it is closed at the end"
+    (used,) = models.call_args.args
+    assert used == replace(settings, allowed_hosts=allowed)
+    assert app.call_args == call(used, models.return_value)
+    told = config.call_args.kwargs
+    assert told["http"].limits.max_body_bytes == 77
+    assert told["http"].limits.max_seconds == MAX_SECONDS_OF_A_REQUEST
+    told["http"].limits.report_refusal(431, "headers_too_large")
+    count = app.return_value.state.server.count_exchange
+    count.assert_called_once_with("other", 431, "headers_too_large")
+    fixed = {"ws": "none", "access_log": False, "server_header": False, "log_level": "error"}
+    files = {"ssl_keyfile": None, "ssl_certfile": None, "timeout_graceful_shutdown": 3 + 5}
+    assert {name: told[name] for name in (*fixed, *files)} == fixed | files

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qsample.addons.serve.settings import DEFAULT_PORT, ServeSettings
+from tests.helpers.flags import unlike
 
 GUESSES = {
     "method": "ngram",
     "num_speculative_tokens": 5,
     "prompt_lookup_max": 4,
 }  # vLLM's own example
+
+FLAGS = """
+    --slots >=1; --max-waiting >=0 = 256; --prefill-chunk-size >=1; --api-key repeated; --trusted-keys FILE repeated
+    --cors-origin repeated; --allowed-host NAME repeated; --trust-request-chat-template; --generation-config = openai
+    --tool-call-parser; --reasoning-parser; --reasoning-budget >=-1 = -1; --speculative-config JSON
+    --prefix FILE repeated; --prefix-cache-dir DIR; --prefix-cache-bytes >=1 = 8589934592; --lora-dir DIR
+    --max-cpu-loras >=1 = 64; --request-timeout; --drain-timeout = 30.0; --limit-images-per-prompt >=0 = 8
+    --max-image-bytes >=1 = 20971520; --max-image-pixels >=1 = 40000000; --image-cache-mib >=0 = 256
+    --allowed-media-domains HOST repeated; --allowed-local-media-path DIR; --max-body-bytes >=1; --spinning
+    --access-log/--no-access-log = True
+"""
 
 
 @pytest.mark.parametrize(
@@ -113,3 +126,29 @@ def test_right_settings() -> None:
         ServeSettings(models={"a": "a", "b": "b"}, session_config=loud).session_options
         == quiet | loud
     )
+
+
+def test_every_setting_is_a_flag_with_its_default() -> None:
+    assert unlike(FLAGS, "serve") == []
+
+
+def test_values_that_are_kept_and_refused(tmp_path: Path) -> None:
+    def kept(name: str, value: Any) -> Any:
+        return getattr(ServeSettings(models={"m": "m"}, **{name: value}), name)
+
+    for name in ("trusted_keys", "allowed_hosts", "prefixes", "allowed_media_domains"):
+        assert kept(name, ["a", "b"]) == ("a", "b")
+        with pytest.raises(ValueError, match=f"{name} is a text; give a tuple"):
+            kept(name, "a")
+    for name in ("lora_dir", "allowed_local_media_path"):
+        assert kept(name, tmp_path) == tmp_path
+        with pytest.raises(ValueError, match=f"{name} is .*; give an existing folder"):
+            kept(name, tmp_path / "none")
+    for number, wrong in ((1, 0), (64, 65)):
+        keys = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        given = GUESSES | dict.fromkeys(keys, number)
+        assert kept("speculative_config", given) == given
+        for key in keys:
+            with pytest.raises(ValueError, match=f'"{key}": {wrong}'):
+                kept("speculative_config", given | {key: wrong})
+    assert kept("batch_invariant", True) is ServeSettings(models={"m": "m"}).batch_invariant

@@ -19,6 +19,7 @@ from qsample.errors import PackageError, QsampleError
 from qsample.ort import session as session_module
 from qsample.package.package import Package, read_package
 from qsample.runtime import load
+from tests.helpers.flags import unlike
 from tests.helpers.small_packages import write
 
 pytest.importorskip("model_signing")
@@ -145,3 +146,9 @@ def test_nothing_of_an_untrusted_package_runs(
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(QsampleError, match="only packages are signed"):
         qsample.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", trusted_keys=public)
+
+
+def test_the_flags() -> None:
+    assert unlike("package PACKAGE required; --output/-o FILE", "sbom") == []
+    own = "package PACKAGE required; --private-key FILE; --certificate FILE; --certificate-chain FILE repeated"
+    assert unlike(f"{own}; --sigstore; --overwrite", "sign") == []
