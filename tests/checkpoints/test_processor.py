@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from qsample import AutoModelForCausalLM, AutoModelForImageTextToText
+from qsample.checkpoints import processor as processor_module
 from qsample.checkpoints.checkpoint import Checkpoint
 from qsample.errors import QsampleError, UnsupportedModelError
 from qsample.transforms.quantized_linear import quantized_layers
@@ -156,6 +157,12 @@ def test_processors_that_packages_have_not(
         UnsupportedModelError, match=f"{message}.*; open its language model alone with {ALONE}"
     ):
         AutoModelForImageTextToText.from_pretrained(path).export(tmp_path / "package")
+
+
+def test_own_code_beside_a_class_of_transformers_is_not_needed(tmp_path: Path) -> None:
+    own = {"auto_map": {"AutoProcessor": "mine.P"}, "processor_class": "Qwen3VLProcessor"}
+    kind = processor_module._kind(own, str(tmp_path), config_of("qwen3_vl_moe"), {})
+    assert kind is transformers.Qwen3VLProcessor
 
 
 def test_images_need_the_tokenizer(tmp_path: Path) -> None:

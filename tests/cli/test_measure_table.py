@@ -97,6 +97,8 @@ def test_guesses_images_and_rounding_have_their_columns(measured: Any, run: Any)
     assert " ".join(head).endswith("decode, tok/s tok/step vision, ms")
     assert row[-2:] == ["1.25", "45.7"]
     assert last == ["rounds", "to", "float16"]
+    measured.results = Measured(image_tokens=1)
+    assert "64 prompt tokens, 1 of an image, 32" in run("bench", "package")[1]
 
 
 def test_the_document(measured: Any, run: Any) -> None:

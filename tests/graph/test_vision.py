@@ -104,6 +104,8 @@ def test_features_in_another_dtype_keep_their_name() -> None:
     assert operators(model) == ["Add", "Cast", "MatMul", "Cast"]
     give_features_as(model, ir.DataType.FLOAT)
     assert len(model.graph) == 4, "they have it already"
+    (features,) = results(model, {"pixels": np.array([[1, 0, 0]])})
+    assert (features.dtype, features.tolist()) == (np.float32, [[10, 14]])
 
 
 def test_a_session_reads_the_weights_of_its_folder(

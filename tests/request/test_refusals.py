@@ -16,6 +16,7 @@ from qsample.addons.migrate.qefficient import (
 )
 from qsample.errors import unknown
 from qsample.request.refusals import (
+    ABSENT_ATTRIBUTES,
     APPLY_CHAT_TEMPLATE,
     FROM_PRETRAINED,
     GENERATE,
@@ -104,3 +105,12 @@ def test_unknown_keywords_have_a_suggestion() -> None:
             {"revision", "dtype"},
         )
     assert unknown("no such", "xyzzy", {"b", "a"}) == "no such 'xyzzy'; choose from a, b"
+
+
+def test_attributes_that_are_absent_are_those_of_transformers_models() -> None:
+    """Some are of peft's models, or of a causal model's head and base model."""
+    transformers = pytest.importorskip("transformers")
+    peft = {"merge_and_unload"}
+    parts = {"model", "lm_head", "layers", "embed_tokens", "norm"}
+    known = dir(transformers.LlamaForCausalLM)
+    assert {name for name in ABSENT_ATTRIBUTES if name not in known} == peft | parts

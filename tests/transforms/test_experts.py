@@ -178,6 +178,7 @@ def test_in_a_trace_the_operator_computes_what_their_own_code_computes(
     def counted(inputs: Sequence[Tensor | None], attributes: dict[str, Any]) -> list[Tensor]:
         nonlocal calls
         calls += 1
+        assert attributes.get("limit") == (7.0 if model_type == "gpt_oss" else None)
         return run_marked(inputs, attributes)
 
     with torch.no_grad():

@@ -77,6 +77,23 @@ def test_logits_are_close_and_positions_exact() -> None:
     np.testing.assert_allclose(got, wanted, atol=4e-3 * np.abs(wanted).max())
 
 
+def test_rows_of_a_table_are_rounded_and_numbers_that_ids_choose_are_not() -> None:
+    model = small_graph(
+        """g (int64[B,S] ids, float[9,8] table, float[9] numbers, float[8,4] head)
+            => (float[B,S,4] logits, float[B,S] exact) {
+            row = Gather (table, ids)
+            logits = MatMul (row, head)
+            number = Gather (numbers, ids)
+            exact = Neg (number)
+        }""",
+        {"row": ["B", "S", 8], "number": ["B", "S"]},
+        constants={"table": normal(9, 8), "numbers": normal(9), "head": normal(8, 4)},
+    )
+    assert convert_to_half(model, "float16", set())
+    dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
+    assert (dtypes["row"], dtypes["number"]) == (ir.DataType.FLOAT16, ir.DataType.FLOAT)
+
+
 def test_no_weight_is_read() -> None:
     model = decoder()
 

@@ -641,3 +641,17 @@ def test_recurrent_states_that_are_unloaded_do_not_change_with_the_slot(
         np.testing.assert_array_equal(states[name], kept[name])
         np.testing.assert_array_equal(saved[name], kept[name])
         assert not np.array_equal(slots.unload(0, 0, 10)[name], kept[name])
+
+
+def test_without_guesses_the_other_parameters_count(fake_model: Callable[..., CausalLM]) -> None:
+    """Where a processor rounds several tokens otherwise than one, guesses are left out."""
+    able = fake_model(num_speculative_tokens=4)
+    unable = CausalLM(able.package, replace(able.sessions, guesses=False))
+    params = SamplingParams(
+        temperature=3.0, max_new_tokens=8, eos_token_id=(), prompt_lookup_num_tokens=4
+    )
+    wanted = fake_model().generate([5, 6], replace(params, prompt_lookup_num_tokens=0), seed=1)
+    greedy = unable.generate([5, 6], replace(params, temperature=0.0), seed=1)
+    for model in (able, unable):
+        assert model.generate([5, 6], params, seed=1).token_ids == wanted.token_ids
+    assert greedy.token_ids != wanted.token_ids
