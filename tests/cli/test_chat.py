@@ -541,6 +541,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     made.close()
 
 
+@pytest.mark.ci
 def test_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     prompt = r">>> "
     terminal.until(r"/help lists the commands; ctrl-D ends")

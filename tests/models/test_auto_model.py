@@ -107,6 +107,18 @@ def test_compile_without_a_path_lives_as_long_as_the_result(llama_package: Path)
     assert not path.exists()
 
 
+def test_what_only_a_checkpoint_takes(llama_package: Path) -> None:
+    for options, message in (
+        ({"adapter": "me/a"}, "is a package, and an adapter is merged at export"),
+        ({"images": True}, "from_pretrained has no argument 'images'"),
+    ):
+        with pytest.raises((QsampleError, TypeError), match=message):
+            AutoModelForCausalLM.from_pretrained(llama_package, **options)
+    assert AutoModelForCausalLM.from_pretrained(llama_package, text_only=True).dtype == "float32"
+    with pytest.raises(QsampleError, match="is a package of text alone; open it with AutoModelFor"):
+        qsample.AutoModelForImageTextToText.from_pretrained(llama_package)
+
+
 def test_opening_a_package_imports_neither_torch_nor_transformers(llama_package: Path) -> None:
     program = (
         "import sys, qsample\n"

@@ -182,7 +182,7 @@ def test_wrong_manifest(change: Callable[[str], str], message: str, package: Pac
         ),
         (
             {"versions": None, "source": [], "kind": "device"},
-            "qsample bake MODEL PORTABLE && qsample compile PORTABLE",
+            "qsample bake MODEL PORTABLE && qsample compile PORTABLE OUT --provider cpu --ctx-len 4096",
         ),
     ],
 )

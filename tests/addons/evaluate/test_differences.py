@@ -54,7 +54,7 @@ def differences(one: Array, reference: Array) -> tuple[Array, Array]:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.ci)]
+    "model_type", ["llama", pytest.param("qwen3_5_text", marks=pytest.mark.slow)]
 )
 def test_an_exact_package_is_the_model(
     model_type: str, exported: Callable[..., Path], checkpoint: Callable[[str], Path]
@@ -111,7 +111,7 @@ def test_figures_are_those_of_numpy(
         assert got.agreement == agreement
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_quantized_package_and_the_bundled_model(tmp_path: Path) -> None:
     from qsample import AutoModelForCausalLM as Models
 

@@ -106,6 +106,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await asyncio.sleep(0.2)
     writer.write(ANSWERS[path])
     await writer.drain()
+    if path == "/short":
+        writer.close()
+        return
     await reader.read()  # The client closes the connection.
 
 
@@ -152,7 +155,7 @@ def test_images_come(server: ServerProcess, path: str) -> None:
         ("/round", "more than 3 times"),
         ("/gzip", "give a PNG, JPEG, WebP or GIF file"),
         *((path, "cannot be fetched|status 101") for path in ("/upgrade", "/negative", "/huge", "/both")),
-        ("/short", "ended early|did not come"),
+        ("/short", "ended early"),
     ],
 )  # fmt: skip
 def test_answers_that_lead_elsewhere_or_nowhere(
