@@ -9,7 +9,8 @@ A bug changes one operator, constant, condition, argument, index or statement. I
 first, so a long module has no more bugs than a short one. The bug is planted in a copy of the tree in a temporary
 folder: processes that a test starts meet it as well, and the tree itself is only read. The tests are those of the
 module's name, tests/x/test_y.py and test_y_*.py for qsample/x/y.py, or the whole folder tests/x if there are none.
-A bug is caught if a test fails with it that passes without it, or if the tests hang or take all memory.
+A bug is caught if a test fails with it that passes without it, or if the tests hang or take all memory. It has no
+verdict if the tests fail without it, too.
 """
 
 from __future__ import annotations
