@@ -111,6 +111,11 @@ def test_products_of_a_model_without_layers_and_in_loops() -> None:
     products = [node for node in model.graph.all_nodes() if node.op_type == "MatMul"]
     assert set(names_of(model.graph, products).values()) == {"other"}
     assert layers_of(model.graph) == 0
+    beside = decoder(2)
+    of_layers = [node for node in beside.graph if node.op_type == "MatMul"]
+    found = names_of(beside.graph, [*of_layers, *products])
+    assert {found[node] for node in products} == {"other"}
+    assert {node: found[node] for node in of_layers} == names_of(beside.graph, of_layers)
 
 
 @pytest.mark.parametrize(
