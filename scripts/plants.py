@@ -337,21 +337,24 @@ def try_area(root: Path, tree: Path, area: str, arguments: argparse.Namespace) -
     """Plant bugs in the modules of an area. Returns the number that was not caught."""
     started = time.monotonic()
     chosen, possible = drawn(root, area, arguments.number, arguments.seed)
-    missed = unknown = 0
+    missed = 0
+    without_verdict = 0
     for number, plant in enumerate(chosen, 1):
         catcher = caught_by(tree, plant, tests_of(tree, plant.module), arguments.limit)
         if catcher is None:
             missed += 1
             print(f"missed: {plant}", flush=True)
-        unknown += catcher == NO_VERDICT
+        elif catcher == NO_VERDICT:
+            without_verdict += 1
         if arguments.table:
             with open(arguments.table, "a", encoding="utf-8") as table:
                 table.write(row(number, plant, catcher))
     seconds = time.monotonic() - started
-    caught = len(chosen) - missed - unknown
+    not_caught = missed + without_verdict
+    caught = len(chosen) - not_caught
     share = f"{len(chosen)} bugs of {possible} possible, {caught} caught, {missed} missed"
-    print(f"{area}: {share}, {unknown} without a verdict; {seconds:.0f} s", flush=True)
-    return missed + unknown
+    print(f"{area}: {share}, {without_verdict} without a verdict; {seconds:.0f} s", flush=True)
+    return not_caught
 
 
 TABLE_HEAD: Final = (

@@ -62,7 +62,7 @@ PARTS: Final = {
 def check_private_parts() -> None:
     """Raise QsampleError for a part that an installed library lacks, ModuleNotFoundError for a
     missing library."""
-    # First of all: without torch, the parts of transformers cannot be imported either.
+    # Without torch, transformers lacks parts as well, so a missing library has to be found first.
     for library in RANGES:
         import_module(library)
     for module, names in PARTS.items():

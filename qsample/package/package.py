@@ -212,10 +212,10 @@ class Package:
         the body, and must be the same files after it.
 
         Args:
-            name: The graph's file.
+            name: the path of the graph's file in the package.
 
         Raises:
-            PackageError: They are not, for instance because the package was replaced.
+            PackageError: a file differs, for example because the package was replaced.
         """
         with self.named():
             try:

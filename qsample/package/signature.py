@@ -92,25 +92,23 @@ class _Trusted:
         given = [trusted] if isinstance(trusted, str | Path) else list(trusted)
         for item in given:
             as_path("trusted_keys", item)
-        texts = [str(item) for item in given]
-        accounts = [
-            text.removeprefix(_SIGSTORE_PREFIX)
-            for text in texts
-            if text.startswith(_SIGSTORE_PREFIX)
-        ]
-        files = [text for text in texts if not text.startswith(_SIGSTORE_PREFIX)]
+        accounts = list[tuple[str, str]]()
+        files = list[str]()
+        for text in map(str, given):
+            if text.startswith(_SIGSTORE_PREFIX):
+                name, _, issuer = text.removeprefix(_SIGSTORE_PREFIX).partition(",")
+                accounts.append((name, issuer))
+            else:
+                files.append(text)
         trust_configs = [Path(text) for text in files if text.endswith(_TRUST_CONFIG_SUFFIX)]
         # The library would accept every issuer in place of an empty one.
-        is_incomplete = any("" in (*account.partition(",")[::2],) for account in accounts)
+        is_incomplete = any(name == "" or issuer == "" for name, issuer in accounts)
         if not given or is_incomplete or len(accounts) > 1 or len(trust_configs) > len(accounts):
             raise ValueError(
                 f"trusted_keys is {shown(trusted)}; give PEM files, folders, or one {_SIGSTORE_PREFIX}ACCOUNT,ISSUER "
                 f"and with that at most one {_TRUST_CONFIG_SUFFIX} file, the trust configuration of its sigstore"
             )
-        account = None
-        if accounts:
-            name, _, issuer = accounts[0].partition(",")
-            account = name, issuer
+        account = accounts[0] if accounts else None
         trust_config = trust_configs[0] if trust_configs else None
         keys = dict[str, Path]()
         authorities = list[Path]()

@@ -182,24 +182,29 @@ def test_tokens_are_drawn_as_in_float64(vocab_size: int) -> None:
         assert least <= tokens.min() <= tokens.max() <= most
 
 
-@pytest.mark.parametrize("row", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf], [1.0, -np.inf]])
-def test_logits_that_are_numbers(row: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are divided by the temperature; a masked token is none that could be chosen."""
+TEMPERED = Opening(DOCUMENTS, (1,), (), 0.5, ())  # its temperature is not 1
+
+
+def test_logits_are_divided_by_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A masked token stays one that cannot be chosen."""
     seen: list[Array] = []
 
     def choose(logits: Array, rng: object) -> Array:
         seen.append(logits)
         return np.array([0])
 
-    monkeypatch.setattr(own_text, "sampled", choose)
-    opening = Opening(DOCUMENTS, (1,), (), 0.5, ())
+    def step(ids: Array, lengths: Array) -> dict[str, Array]:
+        return {"logits": np.array([[1.0, -np.inf]], np.float32)}
 
+    monkeypatch.setattr(own_text, "sampled", choose)
+    write_text(step, TEMPERED, 2, rows=1, tokens=1, seed=0)
+    assert seen[0].tolist() == [[2.0, -np.inf]]
+
+
+@pytest.mark.parametrize("row", [[1.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf]])
+def test_logits_that_are_not_numbers(row: list[float]) -> None:
     def step(ids: Array, lengths: Array) -> dict[str, Array]:
         return {"logits": np.array([row], np.float32)}
 
-    if row == [1.0, -np.inf]:
-        write_text(step, opening, 2, rows=1, tokens=1, seed=0)
-        assert seen[0].tolist() == [[2.0, -np.inf]]
-        return
     with pytest.raises(CompileError, match="logits that are not numbers, so no text"):
-        write_text(step, opening, 2, rows=1, tokens=1, seed=0)
+        write_text(step, TEMPERED, 2, rows=1, tokens=1, seed=0)

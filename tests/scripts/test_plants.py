@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from scripts import plants
 from scripts.plants import Plant, candidates_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plants.py"
@@ -115,3 +118,30 @@ def test_a_toy(tmp_path: Path) -> None:
     assert "The tests of qsample/numbers.py fail without a bug" in failing
     assert "0 caught, 0 missed, 9 without a verdict" in failing
     assert "is neither a module nor a folder" in plants("qsample/other.py").stderr
+
+
+def test_each_verdict_is_counted_and_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit statuses of pytest stand for its runs: with the bug, and again without it."""
+    module = tmp_path / "qsample" / "numbers.py"
+    module.parent.mkdir()
+    module.write_text("x = a < b\ny = a + b\nz = not a\n")
+    failed = "FAILED tests/test_numbers.py::test_x - why"
+    # Caught; no test notices, of either kind; and the test fails without the bug as well.
+    runs = iter([(1, failed), (0, ""), (0, ""), (0, ""), (1, failed), (1, failed)])
+    monkeypatch.setattr(plants, "run_tests", lambda *given: next(runs))
+    monkeypatch.setattr(plants, "tests_of", lambda root, module: ["tests/test_numbers.py"])
+    table = tmp_path / "table.md"
+    arguments: Any = SimpleNamespace(number=9, seed=0, limit=1.0, table=str(table))
+    assert plants.try_area(tmp_path, tmp_path, "qsample", arguments) == 2
+    said = capsys.readouterr().out
+    assert "qsample: 3 bugs of 3 possible, 1 caught, 1 missed, 1 without a verdict; " in said
+    verdicts = [row.split(" | ")[-1] for row in table.read_text().splitlines()]
+    assert verdicts == [
+        "tests/test_numbers.py::test_x |",
+        "**missed** |",
+        "no verdict: the tests fail without the bug, too |",
+    ]
+    assert module.read_text() == "x = a < b\ny = a + b\nz = not a\n", "each bug is gone again"
+    assert next(runs, None) is None

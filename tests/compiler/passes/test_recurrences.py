@@ -116,23 +116,16 @@ def test_a_recurrence_whose_start_is_read_elsewhere_stays() -> None:
     ("old", "new"),
     [
         ("float none = {0}", "float none = {1}"),
-        ("(rows, state, none)", "(rows, state, rest)\n rest_read = Neg (rest)"),
-        ("(rows, state, none)", "(rows, kept, none)"),
-        ("(x, x, x, start, decay)", "(x, x, x, start, decay)\n again = Neg (start)"),
-        ("(x, x, x, start, decay)", "(x, x, x, copied, decay)"),
+        ("start = Where (rows, state, none)", "rest = Neg (none)\n start = Where (rows, state, rest)"),
+        ("start = Where (rows, state, none)", "kept = Neg (state)\n start = Where (rows, kept, none)"),
+        ("result, next_state =", "again = Neg (start)\n result, next_state ="),
+        ("start = Where (rows, state, none)", "chosen = Where (rows, state, none)\n start = Identity (chosen)"),
     ],
     ids=["not zeros", "computed", "no input", "read twice", "no choice"],
-)
+)  # fmt: skip
 def test_other_starts_stay(old: str, new: str) -> None:
-    text = RECURRENCE.replace(
-        "has_begun =", "kept = Identity (state)\n rest = Neg (none)\n has_begun ="
-    )
-    text = text.replace("result, next", "copied = Identity (start)\n result, next").replace(
-        old, new
-    )
-    if "copied, decay" not in text:
-        text = text.replace("copied = Identity (start)\n", "")
-    model = parse(text)
+    assert RECURRENCE.count(old) == 1
+    model = parse(RECURRENCE.replace(old, new))
     model.opset_imports["com.microsoft"] = 1
     before = operators(model.graph)
     assert not branch_where_rows_begin(model)
