@@ -67,14 +67,23 @@ def test_the_next_message_after_an_end_starts_another(process: LimitedProcess, w
     assert asked(process).fields["process"] != first
 
 
-def test_the_time_by_the_clock(process: LimitedProcess) -> None:
+def test_the_time_by_the_clock(process: LimitedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(process)
+    limits: list[float] = []
+    plain = threading.Timer
+
+    def noted(seconds: float, function: Any) -> threading.Timer:
+        limits.append(seconds)
+        return plain(seconds, function)
+
+    monkeypatch.setattr(threading, "Timer", noted)
     process.max_seconds = 0.2
     with pytest.raises(ProcessEndedError) as raised:
         asked(process, work="sleep", number=600)
     assert raised.value.is_late
     process.max_seconds = 600
     assert asked(process, number=1).fields["number"] == 1
+    assert limits == [0.2, 600]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no timer of processor time")
