@@ -206,3 +206,30 @@ def test_room_for_four_of_the_largest_files_and_features_of_256_mib() -> None:
         steps.close()
 
     run(work())
+
+
+def test_two_requests_at_once_have_their_pixels() -> None:
+    async def work() -> None:
+        steps = ImageSteps(ServeSettings(models={"m": "p"}, max_image_bytes=1000))
+        model: Any = FakeModel()
+        entered: asyncio.Queue[int] = asyncio.Queue()
+        may_leave = [asyncio.Event() for _ in range(3)]
+
+        async def one(number: int) -> None:
+            async with steps.turn(model, [data_url(3)]):
+                entered.put_nowait(number)
+                await may_leave[number].wait()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(3)]
+        first, second = await entered.get(), await entered.get()
+        assert steps._turns.locked(), "a third has to wait"
+        may_leave[first].set()
+        third = await entered.get()
+        assert {first, second, third} == {0, 1, 2}
+        for event in may_leave:
+            event.set()
+        await asyncio.gather(*tasks)
+        assert not steps._turns.locked()
+        steps.close()
+
+    run(work())
