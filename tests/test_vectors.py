@@ -70,7 +70,10 @@ def check(cases: list[Case], face: Interface, step: Step) -> None:
         state = after(state, out)
         for row, case in enumerate(cases):
             if number == len(case["steps"]) - 1:
-                assert state["tokens"][row].tolist() == case["tokens"], case["name"]
+                # A graph for replay writes another token of the row to the unused tail.
+                emitted = calls[row]["next_id"] is not None
+                count = int(state["lengths"][row]) + emitted
+                assert state["tokens"][row].tolist()[:count] == case["tokens"][:count], case["name"]
                 counts = {
                     str(i): n for i, n in enumerate(state["output_counts"][row].tolist()) if n
                 }
@@ -88,7 +91,8 @@ def check_row(call: Case, out: Arrays, where: str) -> None:
         adjusted = np.float32(numbers(call["logits"]))
         for token, logit in call.get("adjusted", {}).items():
             adjusted[int(token)] = numbers(logit)
-        np.testing.assert_allclose(out["adjusted_logits"], adjusted, rtol=1e-6, err_msg=where)
+        if "adjusted_logits" in out:  # not on WebGPU
+            np.testing.assert_allclose(out["adjusted_logits"], adjusted, rtol=1e-6, err_msg=where)
     if "grammar_state" in call:
         assert out["grammar_state_RetainedState"] == call["grammar_state"], where
     if "kept" in call:

@@ -30,7 +30,8 @@ from qsample.contract.tensors import (
     LOGITS,
     NOISE_STREAMS,
     POSITION_OFFSETS,
-    SEARCHED_ROWS,
+    REPLAY_ROWS,
+    TOKENS,
 )
 from qsample.errors import CompileError
 from qsample.graph.compare import largest_difference, largest_finite
@@ -279,6 +280,8 @@ class Published:
         self._capacity = compilation.ctx_len
         self._captured = sessions.replays is not None
         self._keeps_lengths = package.interface.features.sampler
+        # A graph for replay records sampled tokens alone.
+        self._records_tokens = package.interface.captured
         self._runs = 0
 
     @property
@@ -294,7 +297,9 @@ class Published:
             for name, at in NOISE_STREAMS.items()
         }
         self._stepper.reset()
-        self._write({**noise, EMIT.name: True, SEARCHED_ROWS.name: seeds})
+        self._tokens = np.zeros((rows, self._capacity), np.int32)
+        lists = {spec.name: seeds for spec in REPLAY_ROWS}
+        self._write({**noise, EMIT.name: True, **lists})
         return {LENGTHS.name: np.zeros(rows, np.int32)}
 
     def step(
@@ -307,6 +312,11 @@ class Published:
         """As `GraphRunner.step`, with ids [rows, 1] and lengths of 1."""
         kept = {} if self._keeps_lengths else state
         self._write({INPUT_IDS.name: ids, "temperature": 0.0, **(parameters or {}), **kept})
+        if self._records_tokens:
+            # The unused tail has a token of the row, too.
+            for row, start in enumerate(state[LENGTHS.name]):
+                self._tokens[row, start:] = ids[row]
+            self._write({TOKENS.name: self._tokens})
         self._stepper.run()
         self._runs += 1
         self._stepper.advance()

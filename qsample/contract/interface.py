@@ -64,10 +64,11 @@ from qsample.contract.tensors import (
     PROMPT_RANKS,
     PROMPT_TOP_LOGPROB_OUTPUTS,
     RAW_LOGPROBS,
+    REPLAY_ROWS,
+    REPLAY_VERSION,
     SAMPLER_STATES,
     SCORED_IDS,
     SCORED_PLACES,
-    SEARCHED_ROWS,
     SEED,
     SPECULATION_INPUTS,
     STATUS,
@@ -464,6 +465,8 @@ class Interface:
     @property
     def contract_version(self) -> str:
         """The oldest version of the contract that has all features of these graphs."""
+        if self.captured:
+            return REPLAY_VERSION
         if self.features.grammars:
             return GRAMMARS_VERSION
         if self.slides or self.kv_cache_dtype == "int4":
@@ -633,8 +636,8 @@ class Interface:
 
     @property
     def _sampling(self) -> tuple[TensorSpec, ...]:
-        searched = (SEARCHED_ROWS,) if self.captured else ()
-        return (*self.parameters, *searched, *self.grammar_tables)
+        rows = REPLAY_ROWS if self.captured else ()
+        return (*self.parameters, *rows, *self.grammar_tables)
 
     @property
     def model(self) -> GraphSpec:

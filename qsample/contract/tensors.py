@@ -23,6 +23,8 @@ IMAGES_VERSION: Final = "2.2"
 CACHES_VERSION: Final = "2.3"
 # Packages that take grammars follow this version.
 GRAMMARS_VERSION: Final = "2.4"
+# Packages whose decode graph can be captured and replayed follow this version.
+REPLAY_VERSION: Final = "2.5"
 # This qsample runs packages of these versions.
 CONTRACT_VERSIONS: Final = (
     CONTRACT_VERSION,
@@ -30,6 +32,7 @@ CONTRACT_VERSIONS: Final = (
     IMAGES_VERSION,
     CACHES_VERSION,
     GRAMMARS_VERSION,
+    REPLAY_VERSION,
 )
 # A word x of Philox becomes u = (x >> 8) * 2**-24, in [0, 1).
 PHILOX_UNIFORM_SCALE: Final = 2.0**-24
@@ -63,6 +66,8 @@ BIASES: Final = "N"
 MASK_WORDS: Final = "W"
 TOP_LOGPROBS: Final = "M"
 SEARCHED: Final = "R"
+PROCESSED: Final = "R.processed"
+BEYOND_CANDIDATES: Final = "R.vocabulary"
 BREAKERS: Final = "D"
 BAD_WORDS: Final = "Q"
 BAD_WORD_LENGTH: Final = "L"
@@ -100,7 +105,8 @@ AXIS_MEANINGS: Final = {
     BIASES: "logit-bias entries per row",
     MASK_WORDS: "32-token words of the vocabulary bitmask, ceil(V / 32)",
     TOP_LOGPROBS: "reported alternatives per row",
-    SEARCHED: "rows that a captured graph searches, none or more",
+    SEARCHED: "rows that a captured graph searches, none or more; `R.processed` and `R.vocabulary` "
+    "are 0 or B",
     BREAKERS: "DRY sequence breakers per row",
     BAD_WORDS: "forbidden sequences per row",
     BAD_WORD_LENGTH: "tokens of the longest forbidden sequence",
@@ -366,12 +372,26 @@ ROW_MULTIPLE = TensorSpec(
 ADAPTER = TensorSpec(
     "adapter", "int32", (BATCH,), "the LoRA adapter of the row, by its number; 0 = none", off=0
 )
+PROCESSED_ROWS = TensorSpec(
+    "processed_rows",
+    "int64",
+    (PROCESSED,),
+    "0, 1, … B-1 if a row needs more than the largest of the model's logits; otherwise empty",
+)
+VOCABULARY_ROWS = TensorSpec(
+    "vocabulary_rows",
+    "int64",
+    (BEYOND_CANDIDATES,),
+    "0, 1, … B-1 if a row may draw a token beyond the 64 likeliest; otherwise empty",
+)
 SEARCHED_ROWS = TensorSpec(
     "searched_rows",
     "int64",
     (SEARCHED,),
     "rows, 0..B-1, whose filters need a search of the vocabulary",
 )
+# The inputs of a captured graph that say how much of it a step needs, the first part first.
+REPLAY_ROWS: Final = (PROCESSED_ROWS, VOCABULARY_ROWS, SEARCHED_ROWS)
 
 
 def _per_row(name: str, dtype: str, off: float, meaning: str) -> TensorSpec:

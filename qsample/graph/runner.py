@@ -25,6 +25,7 @@ from qsample.contract.tensors import (
     LENGTHS,
     LOGITS,
     PROMPT_LOGPROBS,
+    REPLAY_ROWS,
     ROW_MULTIPLE,
     SCORED_IDS,
     SCORED_PLACES,
@@ -188,7 +189,7 @@ class GraphRunner:
             "input_ids": ids.astype(np.int64),
             "input_lengths": lengths.astype(np.int32),
         }
-        given["searched_rows"] = np.arange(rows, dtype=np.int64)
+        given |= {spec.name: np.arange(rows, dtype=np.int64) for spec in REPLAY_ROWS}
         feeds: dict[str, Array] = {}
         for tensor in (*self._spec.inputs, *self._spec.states):
             if tensor.name not in self._input_names:

@@ -14,8 +14,7 @@ from qsample.contract.tensors import (
     INPUT_IDS,
     INPUT_LENGTHS,
     LENGTHS,
-    SEARCHED,
-    SEARCHED_ROWS,
+    REPLAY_ROWS,
     SEQUENCE,
     TensorSpec,
     retained_name,
@@ -67,8 +66,8 @@ class Stepper:
             BATCH: rows,
             SEQUENCE: 1,
             CAPACITY: capacity,
-            SEARCHED: rows,
         }
+        self._sizes |= {str(axis): rows for spec in REPLAY_ROWS for axis in spec.axes}
         self._sizes |= dict.fromkeys(HOST_AXES, 1)
         self.specs = tuple(
             one for one in (*spec.inputs, *spec.states) if one not in interface.cache_states
@@ -105,7 +104,9 @@ class Stepper:
         """Begin again: parameters are off, everything else is zeros. The cache need not be
         cleared."""
         for spec in self.specs:
-            self.write(spec.name, spec.off or 0)
+            # No part of a graph for replay is left out.
+            every_row = np.arange(self._sizes[BATCH])
+            self.write(spec.name, every_row if spec in REPLAY_ROWS else spec.off or 0)
         self.write(INPUT_LENGTHS.name, 1)
 
     def write(self, name: str, values: Any) -> None:
@@ -158,12 +159,10 @@ class Stepper:
                 for name, buffer in self._buffers.items()
                 if name not in inputs
             }
-            # No row has to be searched, but ONNX Runtime before 1.32 gets an empty list wrong on
-            # the CPU.
-            searched = Buffer.of(np.zeros(1, np.int64), ids.device)
-            self._readers[row] = self._bind(
-                buffers | inputs | {SEARCHED_ROWS.name: searched}, captured=False
-            )
+            # No row emits a token, but ONNX Runtime before 1.32 gets empty lists wrong on the CPU.
+            only_row = Buffer.of(np.zeros(1, np.int64), ids.device)
+            lists = {spec.name: only_row for spec in REPLAY_ROWS}
+            self._readers[row] = self._bind(buffers | inputs | lists, captured=False)
         graph = self._readers[row]
         for name, buffer in inputs.items():
             graph.bind_input(name, buffer)

@@ -16,7 +16,7 @@ import numpy as np
 
 from qsample.contract.tensors import LONGEST_MATCH
 from qsample.sampler import grammar
-from qsample.sampler.call import Call, Columns
+from qsample.sampler.call import Columns, StepCall
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
@@ -44,7 +44,7 @@ _LARGEST_PENALTY = 1e30
 _LARGEST_EXPONENT = 1e4
 
 
-def adjusted_logits(call: Call) -> Tensor:
+def adjusted_logits(call: StepCall) -> Tensor:
     """The logits that filters and the argmax see: [B, V] float32."""
     logits = call["logits"]
     if call.features.allowed_tokens:
@@ -59,13 +59,16 @@ def adjusted_logits(call: Call) -> Tensor:
         tokens = call.row_tokens()
         past = Past(tokens, minimum(call.total.unsqueeze().to(INT64), call.capacity))
         logits = _forbid(call, logits, past)
-    # Stops and penalties are a single scatter. ONNX Runtime does it in place if it owns the buffer.
-    ids, values = _block_and_penalize(call, logits)
-    logits = logits.scatter(ids, values)
+    if call.captured:
+        logits = _blocked_and_penalized(call, logits)
+    else:
+        # Stops and penalties are a single scatter. ONNX Runtime does it in place if it owns the
+        # buffer.
+        logits = logits.scatter(*_block_and_penalize(call, logits))
     return logits if past is None else _dry(call, logits, past)
 
 
-def _masked(call: Call, logits: Tensor) -> Tensor:
+def _masked(call: StepCall, logits: Tensor) -> Tensor:
     """The logits, -inf for the tokens that `allowed_tokens` forbids: [B, V] float32."""
     words = call["allowed_tokens"]
     mask = call.branch(
@@ -76,7 +79,7 @@ def _masked(call: Call, logits: Tensor) -> Tensor:
     return logits.masked_by(mask)
 
 
-def _has_mask(call: Call) -> Tensor:
+def _has_mask(call: StepCall) -> Tensor:
     """Whether `allowed_tokens` forbids a token of a row: [B] bool."""
     # The maximum is of float32, because CUDA has no maximum of bools.
     forbids = (~call["allowed_tokens"].equals(_ALL_ALLOWED)).to(FLOAT)
@@ -96,7 +99,9 @@ def _mask_of_bits(allowed_tokens: Tensor, vocab: int, *, narrow: bool) -> Tensor
     bits = np.unpackbits(byte_values, axis=1, bitorder="little")
     masks = constant(np.where(bits == 1, 0, -np.inf).astype(np.float32))
     mask_bytes = _bytes_narrow(allowed_tokens) if narrow else _bytes(allowed_tokens)
-    mask = op("Gather", masks, mask_bytes).reshape(0, -1)
+    words = -(-vocab // (_BITS_PER_BYTE * _BYTES_PER_WORD))
+    mask = op("Gather", masks, mask_bytes)
+    mask = mask.reshape(0, words * _BYTES_PER_WORD * _BITS_PER_BYTE)
     if vocab % (_BITS_PER_BYTE * _BYTES_PER_WORD) != 0:
         mask = mask.columns(0, vocab)
     return mask
@@ -132,7 +137,7 @@ def _add_bias(logits: Tensor, ids: Tensor, bias: Tensor, vocab: int) -> Tensor:
     return logits.scatter(where(valid, ids, 0).to(INT64), where(valid, bias, 0.0), reduction="add")
 
 
-def _newest_counts(call: Call, needed: Tensor) -> Tensor:
+def _newest_counts(call: StepCall, needed: Tensor) -> Tensor:
     """How often each token is among the newest `penalty_last_n` tokens of a row: [B, V] float32.
 
     If no row needs the counts, the result is a column of arbitrary numbers.
@@ -143,7 +148,7 @@ def _newest_counts(call: Call, needed: Tensor) -> Tensor:
     """
 
     def counts() -> Tensor:
-        length = _longest(call, needed)
+        length = call.longest(needed)
         newest = call.newest(length, call["penalty_last_n"].unsqueeze())
         none = op("Expand", 0.0, op("Shape", call["logits"]))
         return none.scatter(call.history(length), newest, reduction="add")
@@ -151,14 +156,7 @@ def _newest_counts(call: Call, needed: Tensor) -> Tensor:
     return call.branch(needed, counts, lambda: call["temperature"].unsqueeze())
 
 
-def _longest(call: Call, needed: Tensor) -> Tensor:
-    """How many columns of `tokens` to read for the rows `needed`, [B] bool: [1] int64."""
-    if call.captured:
-        return call.capacity
-    return minimum(where(needed, call.start, 0).max(keep=False).to(INT64), call.capacity)
-
-
-def _penalized(call: Call, values: Tensor, ids: Tensor, newest: Tensor | None) -> Tensor:
+def _penalized(call: StepCall, values: Tensor, ids: Tensor, newest: Tensor | None) -> Tensor:
     """Logits after the repetition, presence and frequency penalties: [B, h] float32.
 
     The repetition penalty r is that of CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), by
@@ -168,16 +166,14 @@ def _penalized(call: Call, values: Tensor, ids: Tensor, newest: Tensor | None) -
     Args:
         call: the inputs of the call.
         values: [B, h] float32, the logits.
-        ids: [B, h] int64, their tokens. They cover each count above 0, because sampled tokens are
-            in the history, too. Duplicates get the same value.
+        ids: [B, h] integers, their tokens. They cover each count above 0, because sampled tokens
+            are in the history, too. Duplicates get the same value.
         newest: the result of `_newest_counts`; None if the graph has no `penalty_last_n`.
     """
-    output_counts = call["output_counts"]
     repetition, presence, frequency = call.columns(*_PENALTIES)
-    counts = output_counts.gather(ids)
+    counts = call.counts(ids)
     if newest is not None:
-        newest_ids = ids if call.captured else minimum(ids, size(newest, 1) - 1)
-        newest_counts = newest.gather(newest_ids)
+        newest_counts = newest.gather(minimum(ids.to(INT64), size(newest, 1) - 1))
         is_on = call["penalty_last_n"].unsqueeze() >= 0
         repetition = where(is_on & newest_counts.equals(0.0), 1.0, repetition)
         counts = where(is_on, newest_counts, counts)
@@ -198,7 +194,19 @@ def _blocked(values: Tensor, ids: Tensor, blocked: Tensor) -> Tensor:
     return values + where(matches > 0, -np.inf, 0.0)
 
 
-def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _blocked_and_penalized(call: StepCall, logits: Tensor) -> Tensor:
+    """The logits after `min_length` and the penalties, [B, V] float32, without control flow."""
+    too_short = (call.total < call["min_length"]).unsqueeze()
+    stops = where(too_short, call["stop_ids"], -1)
+    logits = forbid(logits, maximum(stops, 0), stops >= 0)
+    newest = None
+    if call.uses("penalty_last_n"):
+        newest = _newest_counts(call, call["penalty_last_n"] >= 0)
+    ids = call.history(call.capacity)
+    return logits.scatter(ids, _penalized(call, logits.gather(ids), ids, newest))
+
+
+def _block_and_penalize(call: StepCall, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Stop ids of rows below their minimum length, and the tokens of the history with penalties.
 
     Returns:
@@ -222,7 +230,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
 
     def history() -> Tensor:
         # Read as far as the longest row with a penalty reaches; not at all if no row has a penalty.
-        return call.history(_longest(call, has_penalty()))
+        return call.history(call.longest(has_penalty()))
 
     def without_stops() -> tuple[Tensor, Tensor]:
         ids = history()
@@ -237,8 +245,6 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     def nothing() -> tuple[Tensor, Tensor]:
         return constant(np.zeros((1, 0), np.int64)), constant(np.zeros((1, 0), np.float32))
 
-    if call.captured:
-        return with_stops()
     return branch(
         (off & long_enough).all(),
         nothing,
@@ -246,7 +252,7 @@ def _block_and_penalize(call: Call, logits: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
+def _forbid(call: StepCall, logits: Tensor, past: Past) -> Tensor:
     """The logits after bad_words_ids and no_repeat_ngram_size."""
     if call.uses("bad_words_ids"):
         logits = forbid_bad_words(logits, past, call["bad_words_ids"])
@@ -261,7 +267,7 @@ def _forbid(call: Call, logits: Tensor, past: Past) -> Tensor:
     return logits
 
 
-def _dry(call: Call, logits: Tensor, past: Past) -> Tensor:
+def _dry(call: StepCall, logits: Tensor, past: Past) -> Tensor:
     """The logits after DRY, if the graph has it."""
     if not call.uses("dry"):
         return logits
@@ -315,8 +321,12 @@ class Past:
         # before the first position.
         places = self.positions.unsqueeze() - indices(LONGEST_MATCH)
         shape = op("Concat", op("Shape", self.tokens), [LONGEST_MATCH], axis=0)
-        flat = op("Expand", maximum(places, 0), shape).reshape(0, -1)
-        earlier = self.tokens.gather(flat).reshape(0, -1, LONGEST_MATCH)
+        # No size is inferred: of no rows, it cannot be.
+        flat_shape = op(
+            "Concat", size(self.tokens, 0), size(self.tokens, 1) * LONGEST_MATCH, axis=0
+        )
+        flat = op("Reshape", op("Expand", maximum(places, 0), shape), flat_shape)
+        earlier = op("Reshape", self.tokens.gather(flat), shape)
         same = earlier.equals(end.unsqueeze(1)) & wanted.unsqueeze(1) & (places >= 0)
         misses = (~same).to(FLOAT).cumsum()
         matched = misses.equals(0.0).to(FLOAT).sum(keep=False)
@@ -411,6 +421,6 @@ def forbid_bad_words(logits: Tensor, past: Past, bad_words: Tensor) -> Tensor:
 
 
 def forbid(logits: Tensor, ids: Tensor, forbidden: Tensor) -> Tensor:
-    """Add -inf to the logits of `ids`, [B, h] int64, that are `forbidden`, [B, h] bool."""
+    """Add -inf to the logits of `ids`, [B, h] integers, that are `forbidden`, [B, h] bool."""
     mask = where(forbidden, constant(np.array(-np.inf, np.float32)), 0.0)
     return logits.scatter(ids, mask, reduction="add")

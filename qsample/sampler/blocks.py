@@ -16,7 +16,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from qsample.sampler.tensor import Tensor, axis_size, maximum, op, size, top
+from qsample.sampler.tensor import (
+    DOUBLE,
+    Tensor,
+    axis_size,
+    maximum,
+    minimum,
+    op,
+    size,
+    top,
+)
 
 # A masked token's logit; -inf would give NaN, and WebGPU's TopK pads with -3.4e38.
 FLOOR: Final = -3e38
@@ -24,6 +33,10 @@ FLOOR: Final = -3e38
 # number of terms.
 ALIGNMENT: Final = 16
 _BEST_BLOCK_SIZE: Final = 128
+# Up to this number, u * total < total holds in float32, too.
+LARGEST_UNIFORM: Final = 1.0 - 2.0**-24
+# Added to a number below 1 and subtracted again, it rounds the number to 8 bits.
+_ROUNDS_TO_8_BITS: Final = 1.5 * 2.0**15
 
 
 class Blocks(NamedTuple):
@@ -64,6 +77,12 @@ def split(logits: Tensor, vocab: int, block: int) -> Blocks:
     return Blocks(values, values.max(keep=False))
 
 
+def joined(values: Tensor) -> Tensor:
+    """The elements of all blocks in a row: [B, n, C] gives [B, n * C]."""
+    # The size is not inferred: of no rows, it cannot be.
+    return values.reshape(0, axis_size(values, 1) * axis_size(values, 2))
+
+
 def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     """Whether a row has neither NaN nor +inf, and a logit above `FLOOR`: [B] bool.
 
@@ -79,51 +98,58 @@ def is_valid(blocks: Blocks, largest: Tensor) -> Tensor:
     return difference.equals(difference) & (largest > FLOOR)
 
 
-def argmax(blocks: Blocks, *, replayed: bool) -> Tensor:
+def argmax(blocks: Blocks) -> Tensor:
     """The likeliest token of each row, the lowest id of a tie: [B, 1] int64."""
     best = blocks.maxima.argmax()
-    return best * blocks.size + take_block(blocks.values, best, replayed=replayed).argmax()
+    return best * blocks.size + take_block(blocks.values, best).argmax()
 
 
-def top_candidates(blocks: Blocks, count: int, *, replayed: bool) -> tuple[Tensor, Tensor]:
+def top_candidates(blocks: Blocks, count: int) -> tuple[Tensor, Tensor]:
     """The K largest logits, largest first; of equal logits, the lowest ids.
 
     Args:
         blocks: the logits.
         count: K.
-        replayed: make logits at least `FLOOR`, for WebGPU, and use no GatherND, because CUDA does
-            not replay it.
 
     Returns:
         The logits, [B, K] float32, and their ids, [B, K] int64.
     """
-
-    def bounded(values: Tensor) -> Tensor:
-        return maximum(values, FLOOR) if replayed else values
-
     block_count = min(count, axis_size(blocks.values, 1))
-    _, chosen = top(bounded(blocks.maxima), block_count)
+    _, chosen = top(blocks.maxima, block_count)
     chosen, _ = top(chosen, block_count, largest=False)
-    pool = take_blocks(blocks.values, chosen, replayed=replayed).reshape(0, -1)
-    values, places = top(bounded(pool), count)
+    values, places = top(take_blocks(blocks.values, chosen).reshape(0, -1), count)
     rank = places / blocks.size
     return values, (chosen.gather(rank) - rank) * blocks.size + places
 
 
-def take_blocks(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
-    """The blocks `chosen`, [B, k] int64, of `values`, [B, n, C]: [B, k, C]."""
-    if not replayed:
-        return op("GatherND", values, chosen.unsqueeze(), batch_dims=1)
+def replayed_top_candidates(
+    blocks: Blocks, count: int, *, for_webgpu: bool
+) -> tuple[Tensor, Tensor]:
+    """As `top_candidates`, without GatherND, which CUDA does not replay. for_webgpu: select from
+    blocks, of logits of at least `FLOOR`."""
+    if not for_webgpu:
+        # CUDA selects from a whole row as fast as from parts of it.
+        return top(joined(blocks.values), count)
+    block_count = min(count, axis_size(blocks.values, 1))
+    _, chosen = top(maximum(blocks.maxima, FLOOR), block_count)
+    chosen, _ = top(chosen, block_count, largest=False)
+    values = blocks.values
     first_of_row = op("Range", 0, op("Squeeze", size(values, 0)), 1) * axis_size(values, 1)
-    all_blocks = values.reshape(-1, axis_size(values, 2))
-    return op("Gather", all_blocks, chosen + first_of_row.unsqueeze(), axis=0)
+    all_blocks = values.reshape(-1, blocks.size)
+    pool = joined(op("Gather", all_blocks, chosen + first_of_row.unsqueeze(), axis=0))
+    top_values, places = top(maximum(pool, FLOOR), count)
+    rank = places / blocks.size
+    return top_values, (chosen.gather(rank) - rank) * blocks.size + places
 
 
-def take_block(values: Tensor, chosen: Tensor, *, replayed: bool) -> Tensor:
+def take_blocks(values: Tensor, chosen: Tensor) -> Tensor:
+    """The blocks `chosen`, [B, k] int64, of `values`, [B, n, C]: [B, k, C]."""
+    return op("GatherND", values, chosen.unsqueeze(), batch_dims=1)
+
+
+def take_block(values: Tensor, chosen: Tensor) -> Tensor:
     """The block `chosen`, [B, 1] int64, of `values`, [B, n, C]: [B, C]."""
-    if not replayed:
-        return op("GatherND", values, chosen, batch_dims=1)
-    return values.gather(op("Expand", chosen.unsqueeze(), [1, 1, axis_size(values, 2)])).squeeze(1)
+    return op("GatherND", values, chosen, batch_dims=1)
 
 
 def block_sums(values: Tensor) -> Tensor:
@@ -134,6 +160,50 @@ def block_sums(values: Tensor) -> Tensor:
 def total(values: Tensor) -> Tensor:
     """The sum along the last axis: […, n] gives […, 1]."""
     return aligned(values).sum()
+
+
+def distances(sums: Tensor, share: Tensor) -> Tensor:
+    """How far the start of each block lies before a share of the total: [B, n] float32.
+
+    A product of the share and the total needs more than the 24 bits of a float32. So the sums are
+    split into a high part, whose sums are exact in any order, and a low part, and the share is
+    split into its first 8 bits and the other 16. A distance is then off by about 2e-10 of the
+    total.
+
+    Args:
+        sums: [B, n] float32, the weight of each block, at least 0.
+        share: [B, 1] float32, in [0, 1); more counts as the largest number below 1.
+
+    Returns:
+        The distances, negative for blocks that start behind the share. There may be further
+        columns.
+    """
+    high, low = _split(aligned(sums))
+    share = minimum(share, LARGEST_UNIFORM)
+    share_high = (share + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
+    total_high = high.sum()
+    target_low = (share - share_high) * total_high + share * low.sum()
+    distance_high = share_high * total_high - high.cumsum(exclusive=True)
+    distance_low = target_low - low.cumsum(exclusive=True)
+    return distance_high + distance_low
+
+
+def wide_distances(sums: Tensor, share: Tensor) -> Tensor:
+    """As `distances`, in float64 and fewer nodes. WebGPU has no kernels of float64."""
+    wide = sums.to(DOUBLE)
+    target = minimum(share, LARGEST_UNIFORM).to(DOUBLE) * wide.sum()
+    return target - wide.cumsum(exclusive=True)
+
+
+def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split values, [B, n], into multiples of about 2**-15 of their sum and exact remainders.
+
+    Adding a number rounds to its last bit, and subtracting it again is exact: Rump, Ogita and
+    Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
+    """
+    unit = values.sum() * 256.0
+    high = (values + unit) - unit
+    return high, values - high
 
 
 def aligned(values: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from qsample.contract.interface import GraphSpec, Interface
 from qsample.contract.tensors import ADJUSTED_LOGITS, CANDIDATES, TensorSpec, retained_name
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.call import Call
-from qsample.sampler.commit import next_states, results
+from qsample.sampler.commit import next_ids, next_states, results
 from qsample.sampler.draw import draw
+from qsample.sampler.replay import replayed_step
 from qsample.sampler.tensor import Tensor, building, op
 
 OPSET: Final = 20
@@ -31,12 +32,11 @@ def build_sampler(
 
     Args:
         interface: the graph's inputs, states and outputs are those of `interface.sampler`. If it is
-            `captured`, the graph has neither If nor Loop and can be captured and replayed.
+            `captured`, the graph is one for replay: it has neither If nor Loop.
         pad_token_id: the value of `next_ids` in a row that emits nothing.
         num_candidates: K, how many of the largest logits are sorted; 64 in the contract.
-        for_webgpu: in a captured graph, put an If around each search that skips it if
-            `searched_rows` is empty, because WebGPU cannot reduce empty tensors, and use no number
-            of 64 bits.
+        for_webgpu: in a graph for replay, put an If around each part that a list of rows may
+            switch off, because WebGPU cannot reduce empty tensors, and use no number of 64 bits.
 
     Raises:
         ValueError: `num_candidates` is below 1.
@@ -46,13 +46,29 @@ def build_sampler(
     spec = interface.sampler
     graph, inputs = new_graph(interface, spec)
     with building(graph):
-        call = Call(interface, inputs, for_webgpu=for_webgpu)
-        adjusted = adjusted_logits(call)
-        drawn = draw(call, adjusted, num_candidates)
-        states = {retained_name(name): state for name, state in next_states(call, drawn).items()}
-        tensors = results(call, drawn, pad_token_id) | states | {ADJUSTED_LOGITS.name: adjusted}
-        set_outputs(graph, interface, spec.results, tensors)
+        if interface.captured:
+            tensors = replayed_step(
+                interface, inputs, pad_token_id, num_candidates, for_webgpu=for_webgpu
+            )
+            # The adjusted logits of all rows are an output only where they cost nothing.
+            wanted = [one for one in spec.results if one.name in tensors]
+        else:
+            tensors = _step(interface, inputs, pad_token_id, num_candidates)
+            wanted = list(spec.results)
+        set_outputs(graph, interface, wanted, tensors)
     return finished(graph)
+
+
+def _step(
+    interface: Interface, inputs: Mapping[str, Tensor], pad_token_id: int, num_candidates: int
+) -> dict[str, Tensor]:
+    """The outputs of a step with control flow, by name."""
+    call = Call(interface, inputs)
+    adjusted = adjusted_logits(call)
+    drawn = draw(call, adjusted, num_candidates)
+    states = {retained_name(name): state for name, state in next_states(call, drawn).items()}
+    outputs = results(call, drawn, next_ids(drawn, pad_token_id))
+    return outputs | states | {ADJUSTED_LOGITS.name: adjusted}
 
 
 def new_graph(interface: Interface, spec: GraphSpec) -> tuple[ir.Graph, dict[str, Tensor]]:

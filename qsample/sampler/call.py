@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import RUNNING, TensorSpec
+from qsample.contract.tensors import REPLAY_ROWS, RUNNING, TensorSpec
+from qsample.sampler import blocks
+from qsample.sampler.blocks import Blocks
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -19,6 +21,7 @@ from qsample.sampler.tensor import (
     maximum,
     minimum,
     op,
+    operator,
     size,
     where,
 )
@@ -48,6 +51,88 @@ class Columns(Mapping[str, Tensor]):
         return len(self._rows)
 
 
+class Numbers:
+    """Numbers of each row side by side, so that one node serves all of them.
+
+    Attributes:
+        names: the names of the numbers.
+        values: [B, k] float32, in the order of the names.
+    """
+
+    def __init__(self, names: Sequence[str], values: Tensor) -> None:
+        self.names = names
+        self.values = values
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Numbers:
+        """The inputs `names`, [B] float32 each."""
+        return cls(names, concat(*(inputs[name].unsqueeze() for name in names)))
+
+    def rows(self, indices: Tensor) -> Numbers:
+        """The numbers of the rows at `indices`, [R] int64."""
+        return Numbers(self.names, self.values.rows(indices))
+
+    def separate(self, *, for_webgpu: bool) -> dict[str, Tensor]:
+        """Each number by its name, [B] float32. for_webgpu: one by one, because a kernel there
+        writes few tensors."""
+        count = len(self.names)
+        columns: Iterable[Tensor]
+        if for_webgpu:
+            columns = (self.values.columns(place, place + 1) for place in range(count))
+        else:
+            columns = operator("Split", self.values, axis=1, num_outputs=count, outputs=count)
+        return {name: column.squeeze() for name, column in zip(self.names, columns, strict=True)}
+
+
+class RowInputs(Mapping[str, Tensor]):
+    """The inputs of some rows by name. Inputs that all rows share are unchanged.
+
+    Attributes:
+        numbers: the numbers that were taken together; None without any.
+    """
+
+    def __init__(
+        self,
+        interface: Interface,
+        inputs: Mapping[str, Tensor],
+        rows: Tensor,
+        numbers: Numbers | None = None,
+        whole: Collection[str] = (),
+        *,
+        for_webgpu: bool,
+    ) -> None:
+        """Take the rows.
+
+        Args:
+            interface: the interface of the graph.
+            inputs: the inputs of all rows.
+            rows: [R] int64, the rows.
+            numbers: numbers of all rows that are taken together.
+            whole: the names of further inputs that stay unchanged.
+            for_webgpu: see `Numbers.separate`.
+        """
+        shared = {spec.name for spec in (*REPLAY_ROWS, *interface.grammar_tables)} | set(whole)
+        self.numbers = None if numbers is None else numbers.rows(rows)
+        together = {}
+        if self.numbers is not None:
+            together = self.numbers.separate(for_webgpu=for_webgpu)
+        self._rows = {
+            name: value if name in shared else value.rows(rows)
+            for name, value in inputs.items()
+            if name not in together
+        }
+        self._rows |= together
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 class DrawCall(ABC):
     """The inputs of a call that the draw reads, and the rows that draw.
 
@@ -55,29 +140,24 @@ class DrawCall(ABC):
         interface: the dimensions and options of the graph.
         features: the options of the graph.
         vocab: V, the number of tokens.
-        captured: whether the graph has no control flow.
+        captured: whether the graph is one for replay, without control flow.
         inputs: the graph's inputs by name.
-        running: [B] bool, the rows that are not finished.
-        sampling: [B] bool, the rows that have to emit a token.
+        running: [B] bool, the rows that are not finished; only in graphs with control flow.
+        sampling: [B] bool, the rows that have to emit a token; only in graphs with control flow.
         for_webgpu: whether the graph is for WebGPU, see `build_sampler`.
     """
 
+    running: Tensor
+    sampling: Tensor
+
     def __init__(
-        self,
-        interface: Interface,
-        inputs: Mapping[str, Tensor],
-        *,
-        running: Tensor,
-        sampling: Tensor,
-        for_webgpu: bool = False,
+        self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False
     ) -> None:
         self.interface = interface
         self.features = interface.features
         self.vocab = interface.vocab_size
         self.captured = interface.captured
         self.inputs = inputs
-        self.running = running
-        self.sampling = sampling
         self.for_webgpu = for_webgpu
 
     def __getitem__(self, name: str) -> Tensor:
@@ -110,6 +190,16 @@ class DrawCall(ABC):
             return then()
         return branch(needed.any(), then, otherwise)
 
+    def top_of_blocks(self, split: Blocks, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest logits, largest first; of equal logits, the lowest ids.
+
+        Returns:
+            The logits, [B, count] float32, and their ids, [B, count] int64.
+        """
+        if self.captured:
+            return blocks.replayed_top_candidates(split, count, for_webgpu=self.for_webgpu)
+        return blocks.top_candidates(split, count)
+
     @abstractmethod
     def uniforms(self) -> Uniforms:
         """The random numbers of this step; called once, in the branch of the random rows."""
@@ -120,30 +210,25 @@ class DrawCall(ABC):
 Uniforms: TypeAlias = Callable[[TensorSpec], Tensor]
 
 
-class Call(DrawCall):
-    """The inputs of a decode step, by the names of `Interface.sampler`, and values derived of them.
+class StepCall(DrawCall):
+    """The inputs of rows of a decode step, and their tokens.
 
     Attributes:
         total: [B] int32, how many tokens each row has after this call's inputs.
-        start: [B] int32, how many tokens each row has before them.
         capacity: T, [1] int64.
         capacity32: T, [1] int32.
     """
 
     def __init__(
-        self, interface: Interface, inputs: Mapping[str, Tensor], *, for_webgpu: bool = False
+        self,
+        interface: Interface,
+        inputs: Mapping[str, Tensor],
+        total: Tensor,
+        *,
+        for_webgpu: bool = False,
     ) -> None:
-        # `lengths` is read once, for the sum: its buffer may also hold its next value.
-        self.total = inputs["lengths"] + inputs["input_lengths"]
-        self.start = self.total - inputs["input_lengths"]
-        running = inputs["status"].equals(RUNNING)
-        super().__init__(
-            interface,
-            inputs,
-            running=running,
-            sampling=running & inputs["emit"],
-            for_webgpu=for_webgpu,
-        )
+        super().__init__(interface, inputs, for_webgpu=for_webgpu)
+        self.total = total
         self.capacity = size(inputs["tokens"], 1)
         self.capacity32 = self.capacity.to(INT32)
 
@@ -158,16 +243,63 @@ class Call(DrawCall):
         """The position of each row's next token, at most T - 1: [B] int32."""
         return op("Min", self.total, self.capacity32 - 1)
 
+    @abstractmethod
+    def longest(self, needed: Tensor) -> Tensor:
+        """How many columns of `tokens` to read for the rows `needed`, [B] bool: [1] int64."""
+
+    @abstractmethod
     def history(self, length: Tensor) -> Tensor:
         """The ids of all tokens of each row, this call's inputs included.
 
         Args:
-            length: int64, how many columns of `tokens` to read: at least the largest `start` of the
-                rows that matter.
+            length: the result of `longest` for the rows that matter.
 
         Returns:
-            [B, length + S] int64, padded with duplicates of the first input.
+            [B, h] int64, padded with further tokens of the row.
         """
+
+    @abstractmethod
+    def newest(self, length: Tensor, count: Tensor) -> Tensor:
+        """Which columns of `history` are among the newest tokens of each row.
+
+        Args:
+            length: the argument of `history`.
+            count: [B, 1] int32, how many of the newest tokens.
+
+        Returns:
+            [B, h] float32: 1 for the newest tokens, 0 for other columns.
+        """
+
+    @abstractmethod
+    def row_tokens(self) -> Tensor:
+        """Each row's tokens at their positions, this call's inputs included: [B, T] int64."""
+
+    @abstractmethod
+    def counts(self, ids: Tensor) -> Tensor:
+        """How often each row sampled the tokens `ids`, [B, h] int64: [B, h] float32."""
+
+
+class Call(StepCall):
+    """The inputs of a decode step with control flow, by the names of `Interface.sampler`.
+
+    Attributes:
+        start: [B] int32, how many tokens each row has before this call's inputs.
+    """
+
+    def __init__(self, interface: Interface, inputs: Mapping[str, Tensor]) -> None:
+        # `lengths` is read once, for the sum: its buffer may also hold its next value.
+        total = inputs["lengths"] + inputs["input_lengths"]
+        self.start = total - inputs["input_lengths"]
+        self.running = inputs["status"].equals(RUNNING)
+        self.sampling = self.running & inputs["emit"]
+        super().__init__(interface, inputs, total)
+
+    def longest(self, needed: Tensor) -> Tensor:
+        length = where(needed, self.start, 0).max(keep=False).to(INT64)
+        return minimum(length, self.capacity)
+
+    def history(self, length: Tensor) -> Tensor:
+        # The padding repeats the first input.
         start = self.start.unsqueeze()
         lengths = self["input_lengths"].unsqueeze()
         ids = self["input_ids"]
@@ -177,15 +309,6 @@ class Call(DrawCall):
         return concat(old, new)
 
     def newest(self, length: Tensor, count: Tensor) -> Tensor:
-        """Which columns of `history` are among the newest tokens of each row.
-
-        Args:
-            length: the argument of `history`.
-            count: [B, 1] int32, how many of the newest tokens.
-
-        Returns:
-            [B, length + S] float32: 1 for the newest tokens, 0 for other columns.
-        """
         start = self.start.unsqueeze()
         lengths = self["input_lengths"].unsqueeze()
         old = count_up(length)
@@ -196,7 +319,6 @@ class Call(DrawCall):
         return concat(old_is_newest, new_is_newest).to(FLOAT)
 
     def row_tokens(self) -> Tensor:
-        """Each row's tokens at their positions, this call's inputs included: [B, T] int64."""
         start = self.start.unsqueeze()
         lengths = self["input_lengths"].unsqueeze()
         tokens = self["tokens"]
@@ -206,6 +328,9 @@ class Call(DrawCall):
         # CUDA has no Clip of int32.
         columns = maximum(minimum(offset, size(ids, 1).to(INT32) - 1), 0).to(INT64)
         return where(is_input, ids.gather(columns), tokens.to(INT64))
+
+    def counts(self, ids: Tensor) -> Tensor:
+        return self["output_counts"].gather(ids)
 
 
 def count_up(count: Tensor) -> Tensor:

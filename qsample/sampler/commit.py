@@ -20,7 +20,7 @@ from qsample.contract.tensors import (
 )
 from qsample.sampler import blocks, filters
 from qsample.sampler.blocks import FLOOR, Blocks, block_size
-from qsample.sampler.call import Call, Columns, count_up
+from qsample.sampler.call import Call, Columns, DrawCall, count_up
 from qsample.sampler.draw import LEAST_SHARE, MASKED_LOGPROB, NO_TOKEN, Draw
 from qsample.sampler.grammar import grammar_state
 from qsample.sampler.tensor import (
@@ -65,7 +65,7 @@ def next_states(call: Call, draw: Draw) -> dict[str, Tensor]:
     return states | filter_states(call, draw)
 
 
-def filter_states(call: Call, draw: Draw) -> dict[str, Tensor]:
+def filter_states(call: DrawCall, draw: Draw) -> dict[str, Tensor]:
     """The next states of filters, [B] float32 each, by name.
 
     They follow the probability of the token, in rows that drew it at random.
@@ -106,7 +106,7 @@ def next_tokens(
         lambda: _writes(call, at, drawn, emitted, lengths, begins),
         lambda: _writes(call, at, drawn, emitted, lengths, None),
     )
-    return call["tokens"].scatter(positions.to(INT64) if call.captured else positions, written)
+    return call["tokens"].scatter(positions, written)
 
 
 def _writes(
@@ -147,12 +147,7 @@ def _writes(
 
 def next_status(call: Call, draw: Draw) -> Tensor:
     """The next value of the state `status`: [B] int32."""
-    is_stop = draw.token.equals(call["stop_ids"].to(INT64))
-    if call.captured:
-        # CUDA has no maximum of bools.
-        stopped = is_stop.to(FLOAT).max(keep=False) > 0
-    else:
-        stopped = is_stop.max(keep=False)
+    stopped = draw.token.equals(call["stop_ids"].to(INT64)).max(keep=False)
     full = call.total + 1 >= minimum(call["max_length"], call.capacity32)
     status = where(stopped, _int32(STOPPED), where(full, _int32(LENGTH), _int32(RUNNING)))
     without_token = where(call.sampling, _int32(INVALID_LOGITS), call["status"])
@@ -163,12 +158,18 @@ def _int32(number: int) -> Tensor:
     return constant(np.array(number, np.int32))
 
 
-def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
-    """`next_ids` and the outputs of the features, by name."""
+def next_ids(draw: Draw, pad_token_id: int) -> Tensor:
+    """The token of each row, or the pad id: [B, 1] int64."""
+    # A row that emits nothing has token 0.
+    if pad_token_id == 0:
+        return draw.token
+    return where(draw.emitted.unsqueeze(), draw.token, pad_token_id)
+
+
+def results(call: DrawCall, draw: Draw, next_ids: Tensor) -> dict[str, Tensor]:
+    """`next_ids`, [B, 1] int64, and the outputs of the features, by name."""
     features = call.features
     emitted = draw.emitted.unsqueeze()
-    # A row that emits nothing has token 0.
-    next_ids = draw.token if pad_token_id == 0 else where(emitted, draw.token, pad_token_id)
     outputs = {"next_ids": next_ids}
     if features.logprobs or features.top_logprobs > 0:
         if features.logprobs_mode == RAW_LOGPROBS:
@@ -183,7 +184,9 @@ def results(call: Call, draw: Draw, pad_token_id: int) -> dict[str, Tensor]:
     return outputs
 
 
-def logprob_outputs(call: Call, draw: Draw, logits: Tensor, emitted: Tensor) -> dict[str, Tensor]:
+def logprob_outputs(
+    call: DrawCall, draw: Draw, logits: Tensor, emitted: Tensor
+) -> dict[str, Tensor]:
     """`logprobs` and `top_logprobs` of logits, by name; those that the package has.
 
     Args:
@@ -198,9 +201,8 @@ def logprob_outputs(call: Call, draw: Draw, logits: Tensor, emitted: Tensor) -> 
     if features.logprobs:
         outputs["logprobs"] = logprobs(logits, shares, draw.token, emitted)
     if features.top_logprobs > 0:
-        ids, values = top_logprobs(
-            split, shares, features.top_logprobs, emitted, replayed=call.captured
-        )
+        top = call.top_of_blocks(split, features.top_logprobs)
+        ids, values = top_logprobs(*top, shares, emitted)
         outputs["top_logprob_ids"] = ids
         outputs["top_logprobs"] = values
     return outputs
@@ -268,21 +270,19 @@ def logprobs(logits: Tensor, normalizer: Normalizer, next_ids: Tensor, emitted: 
 
 
 def top_logprobs(
-    split: Blocks, normalizer: Normalizer, count: int, emitted: Tensor, *, replayed: bool
+    values: Tensor, ids: Tensor, normalizer: Normalizer, emitted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens with the largest log-probabilities, largest first; of ties, the lower ids first.
+    """The log-probabilities of the tokens with the largest logits.
 
     Args:
-        split: the logits.
-        normalizer: the normalizer of these logits.
-        count: M, how many tokens.
+        values: [B, M] float32, the largest logits.
+        ids: [B, M] int64, their tokens.
+        normalizer: the normalizer of the logits.
         emitted: [B, 1] bool; other rows get ids of -1 and log-probabilities of 0.
-        replayed: see `blocks.top_candidates`.
 
     Returns:
         The ids, [B, M] int32, and the log-probabilities, [B, M] float32.
     """
-    values, ids = blocks.top_candidates(split, count, replayed=replayed)
     log_probabilities = where(values > FLOOR, normalizer.log_softmax(values), MASKED_LOGPROB)
     return where(emitted, ids.to(INT32), NO_TOKEN), where(emitted, log_probabilities, 0.0)
 

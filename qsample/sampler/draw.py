@@ -4,8 +4,9 @@ A random row is drawn from the candidates, the K largest logits, if these settle
 other token can be drawn: top-k keeps at most K tokens, or a threshold (top-p, min-p, top-n-sigma)
 filters out the last candidate. Otherwise the whole vocabulary is filtered. Both ways are exact.
 
-With control flow, each part is in a branch that runs only if some row needs it; a batch of greedy
-rows runs none. Branches are nested, so a step evaluates only the conditions it reaches.
+Each part is in a branch that runs only if some row needs it; a batch of greedy rows runs none.
+Branches are nested, so a step evaluates only the conditions it reaches. Graphs for replay have no
+branches: `replay_draw` draws from the same pools, with the same filters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -23,7 +25,6 @@ from qsample.contract.tensors import (
     HUGGING_FACE,
     NOISE,
     PROCESSED_LOGPROBS,
-    SEARCHED_ROWS,
     STATEFUL_FILTERS,
     XTC_NOISE,
 )
@@ -32,7 +33,7 @@ from qsample.sampler.blocks import FLOOR, Blocks, block_size
 from qsample.sampler.call import DrawCall
 from qsample.sampler.filters import Filter, FilterInputs, SharedNumbers
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
-from qsample.sampler.search import Search
+from qsample.sampler.search import PivotSearch, Search
 from qsample.sampler.tensor import (
     FLOAT,
     Tensor,
@@ -73,8 +74,8 @@ class Likeliest(TensorRecord):
 class Outcome(TensorRecord):
     """The token of each row, and the values of the draw that outputs and states need.
 
-    To add a value, add a field here, compute it in `_RandomRows._outcome`, and give the rows that
-    draw nothing a placeholder in `_nothing_drawn`.
+    To add a value, add a field here, compute it in `PoolDraws.outcome_of`, and give the rows that
+    draw nothing a placeholder in `nothing_drawn`.
 
     Attributes:
         token: [B, 1] int64.
@@ -124,21 +125,25 @@ def draw(call: DrawCall, adjusted: Tensor, num_candidates: int) -> Draw:
     logits = blocks.split(adjusted, call.vocab, block_size(call.vocab))
     largest = logits.maxima.max(keep=False)
     emitted = call.sampling & blocks.is_valid(logits, largest)
-    if call.captured:
-        emitted = emitted & (_is_listed(call) | ~_needs_search(call, num_candidates))
     random = emitted & (call["temperature"] > 0)
-    greedy = blocks.argmax(logits, replayed=call.captured)
+    greedy = blocks.argmax(logits)
     outcome = call.branch(
         random,
         lambda: _RandomRows(call, logits, largest, random, greedy, num_candidates).outcome(),
-        lambda: _nothing_drawn(call, largest, greedy),
+        lambda: nothing_drawn(call, largest, greedy),
     )
     token = where(emitted.unsqueeze(), outcome.token, 0)
     return Draw(token, emitted, random, outcome, adjusted)
 
 
-def _nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
-    """The outcome of rows that draw nothing: the greedy token, [B, 1], and unused numbers."""
+def nothing_drawn(call: DrawCall, largest: Tensor, greedy: Tensor) -> Outcome:
+    """The outcome of rows that draw nothing: the greedy token, [B, 1], and unused numbers.
+
+    Args:
+        call: the inputs of the call.
+        largest: [B] float32, any numbers.
+        greedy: [B, 1] int64, the tokens.
+    """
     return Outcome(
         token=greedy,
         probs=_no_probs(call, greedy) if call.features.probs else None,
@@ -186,137 +191,44 @@ class _Attempt(TensorRecord):
     unsettled: Tensor
 
 
-class _RandomRows:
-    """The random rows of a call."""
+class PoolDraws(ABC):
+    """Draws of some rows, from pools of both kinds: what `draw` and `replay_draw` share."""
 
     def __init__(
-        self,
-        call: DrawCall,
-        logits: Blocks,
-        largest: Tensor,
-        random: Tensor,
-        greedy: Tensor,
-        num_candidates: int,
+        self, call: DrawCall, logits: Blocks, largest: Tensor, random: Tensor, greedy: Tensor
     ) -> None:
-        """Compute the conditions of the branches and the numbers that both pools share.
+        """Prepare the numbers that both kinds of pools need.
 
         Args:
-            call: the inputs of the call.
+            call: the inputs of the rows.
             logits: the adjusted logits.
             largest: [B] float32, the largest logit of each row.
             random: [B] bool, the random rows.
             greedy: [B, 1] int64, the token of all other rows.
-            num_candidates: K; at most V of them are used.
         """
         self._call = call
         self._logits = logits
         self._largest = largest
         self._random = random
         self._greedy = greedy
-        self._num_candidates = min(num_candidates, call.vocab)
         self._filters = filters.filters_of(call.features)
         # Before top-k, the temperature follows the entropy of the whole vocabulary, which the
         # candidates do not have.
         self._has_early_dynatemp = (
             call.uses("dynatemp") and call.features.filter_order == HUGGING_FACE
         )
-        self._has_small_top_k = filters.has_small_top_k(call, num_candidates)
-        self._has_top_k = call["top_k"] > 0
-        self._has_threshold = self._find_thresholds()
-        self._has_other_filter = self._find_other_filters()
         self._uniform = call.uniforms()
         # Inputs are read here, once, so that the branches share them.
         self._parameters = dict(call.inputs)
         self._shared = SharedNumbers()
-        self._share_numbers()
 
-    def outcome(self) -> Outcome:
-        """The outcome of all random rows; the other rows have the greedy token."""
-        attempt = self._try_candidates()
-        if self._call.captured:
-            return self._from_vocabulary(attempt, self._filters)
-        # Filters that are off leave a row unchanged, so they may run for another row's sake.
-        filtered = self._has_threshold
-        if self._has_other_filter is not None:
-            filtered = filtered | self._has_other_filter
-        return self._call.branch(
-            attempt.unsettled,
-            lambda: self._draw_unsettled(attempt, filtered),
-            lambda: attempt.outcome,
-        )
+    @abstractmethod
+    def _search(self) -> Search:
+        """The search of thresholds in the whole vocabulary."""
 
-    def _try_candidates(self) -> _Attempt:
-        """Draw the rows that the candidates settle."""
+    def _outcome_of(self, pool: Pool, token: Tensor) -> Outcome:
+        """The outcome of drawing `token`, [B, 1] int64, from the rest of the pool."""
         call = self._call
-        narrowed = self._has_threshold
-        if self._has_other_filter is not None:
-            narrowed = narrowed & ~self._has_other_filter
-        # Behind a top-k above K, the total that top-p needs is unknown.
-        unknown_total = self._has_top_k & (call["top_p"] < 1)
-        tried = self._random & (self._has_small_top_k | (narrowed & ~unknown_total))
-        needs_total = tried & ~self._has_small_top_k & (call["top_p"] < 1)
-        return call.branch(
-            tried,
-            lambda: self._from_candidates(tried, needs_total),
-            lambda: _Attempt(
-                _nothing_drawn(call, self._largest, self._greedy), unsettled=self._random
-            ),
-        )
-
-    def _from_candidates(self, tried: Tensor, needs_total: Tensor) -> _Attempt:
-        """Draw from the K largest logits.
-
-        Args:
-            tried: [B] bool, the rows that the candidates may settle.
-            needs_total: [B] bool, the rows whose top-p needs the weight of the whole vocabulary.
-        """
-        call = self._call
-        # Rows that do not need the total still pass through disabled filters, so it must be finite.
-        total = call.branch(needs_total, self._total_before_top_k, _one)
-        values, ids = blocks.top_candidates(
-            self._logits, self._num_candidates, replayed=call.captured
-        )
-        small = self._has_small_top_k.unsqueeze()
-        x = maximum(values - self._largest.unsqueeze(), FLOOR)
-        if call.captured:
-            # Masked values are FLOOR there, which may be close to a low maximum.
-            x = where(values > FLOOR, x, FLOOR)
-        pool = Candidates(x, ids, small, total)
-        self._apply(self._filters, pool)
-        settled = tried.unsqueeze() & (small | pool.weights.last().equals(0.0))
-        drawn = self._outcome(pool)
-        outcome = replace(drawn, token=where(settled, drawn.token, self._greedy))
-        return _Attempt(outcome, unsettled=self._random & ~settled.squeeze())
-
-    def _draw_unsettled(self, attempt: _Attempt, filtered: Tensor) -> Outcome:
-        """Draw the unsettled rows from the vocabulary, with only those filters that some row needs.
-
-        Args:
-            attempt: the result of drawing from the candidates.
-            filtered: [B] bool, the rows with a filter other than the temperature and top-k.
-        """
-        without_top_k = [step for step in self._filters if step is not filters.TOP_K]
-        return self._call.branch(
-            attempt.unsettled & self._has_top_k,
-            lambda: self._from_vocabulary(attempt, self._filters),
-            lambda: self._call.branch(
-                attempt.unsettled & filtered,
-                lambda: self._from_vocabulary(attempt, without_top_k),
-                lambda: self._from_vocabulary(attempt, [filters.TEMPERATURE]),
-            ),
-        )
-
-    def _from_vocabulary(self, attempt: _Attempt, steps: Sequence[Filter]) -> Outcome:
-        """Draw the unsettled rows from all tokens; the other rows keep their outcome."""
-        unsettled = attempt.unsettled.unsqueeze()
-        pool = self._vocabulary(unsettled)
-        self._apply(steps, pool)
-        return self._outcome(pool).where(unsettled, attempt.outcome)
-
-    def _outcome(self, pool: Pool) -> Outcome:
-        """Draw a token of each row from the tokens that the filters left in the pool."""
-        call = self._call
-        token = pool.draw(self._uniform(NOISE))
         return Outcome(
             token,
             probs=self._probs(pool) if call.features.probs else None,
@@ -331,7 +243,7 @@ class _RandomRows:
         probs = pool.weights / pool.row(pool.sum(pool.weights))
         if isinstance(pool, Candidates):
             return _no_probs(self._call, self._greedy).scatter(pool.ids, probs)
-        return probs.reshape(0, -1).columns(0, self._call.vocab)
+        return blocks.joined(probs).columns(0, self._call.vocab)
 
     def _apply(self, steps: Sequence[Filter], pool: Pool) -> None:
         row = FilterInputs(self._parameters, self._shared)
@@ -341,41 +253,14 @@ class _RandomRows:
     def _vocabulary(self, searched: Tensor) -> Vocabulary:
         """All tokens, before any filter. searched: [B, 1] bool, the rows whose thresholds
         matter."""
-        captured = self._call.captured
-        listed = self._call[SEARCHED_ROWS.name] if captured else None
-        search = Search(listed, skipped=self._call.for_webgpu)
         x = self._logits.values - self._largest.unsqueeze().unsqueeze()
-        return Vocabulary(x, searched, search, replayed=captured)
+        return Vocabulary(x, searched, self._search())
 
     def _vocabulary_before(self, step: Filter) -> Vocabulary:
         """All tokens, after the filters that precede `step`."""
         pool = self._vocabulary(self._random.unsqueeze())
         self._apply(self._filters[: self._filters.index(step)], pool)
         return pool
-
-    def _total_before_top_k(self) -> Tensor:
-        """The weight of the whole vocabulary, for top-p: [B, 1] float32."""
-        return self._vocabulary_before(filters.TOP_K).total()
-
-    def _find_thresholds(self) -> Tensor:
-        """The rows with a threshold that may filter out the last candidate: [B] bool."""
-        call = self._call
-        found = (call["top_p"] < 1) | (call["min_p"] > 0)
-        if call.uses("top_n_sigma"):
-            found = found | (call["top_n_sigma"] > 0)
-        return found
-
-    def _find_other_filters(self) -> Tensor | None:
-        """The rows with a filter for which the candidates do not suffice: [B] bool.
-
-        None if the graph has no such filter.
-        """
-        steps = [step for step in self._filters if not step.candidates_suffice]
-        if self._call.uses("dynatemp") and not self._has_early_dynatemp:
-            steps.append(filters.DYNATEMP)
-        steps.sort(key=lambda step: step.name)
-        conditions = [step.is_on(self._call) for step in steps]
-        return functools.reduce(operator.or_, conditions) if conditions else None
 
     def _share_numbers(self) -> None:
         """Compute the numbers that are the same for both pools.
@@ -416,6 +301,140 @@ class _RandomRows:
         return deviation * -lowest.squeeze()
 
 
+class _RandomRows(PoolDraws):
+    """The random rows of a call with control flow."""
+
+    def __init__(
+        self,
+        call: DrawCall,
+        logits: Blocks,
+        largest: Tensor,
+        random: Tensor,
+        greedy: Tensor,
+        num_candidates: int,
+    ) -> None:
+        """Compute the conditions of the branches and the numbers that both pools share.
+
+        Args:
+            call, logits, largest, random, greedy: see `PoolDraws`.
+            num_candidates: K; at most V of them are used.
+        """
+        super().__init__(call, logits, largest, random, greedy)
+        self._num_candidates = min(num_candidates, call.vocab)
+        self._has_small_top_k = filters.has_small_top_k(call, num_candidates)
+        self._has_top_k = call["top_k"] > 0
+        self._has_threshold = self._find_thresholds()
+        self._has_other_filter = self._find_other_filters()
+        self._share_numbers()
+
+    def _search(self) -> Search:
+        return PivotSearch()
+
+    def outcome(self) -> Outcome:
+        """The outcome of all random rows; the other rows have the greedy token."""
+        attempt = self._try_candidates()
+        # Filters that are off leave a row unchanged, so they may run for another row's sake.
+        filtered = self._has_threshold
+        if self._has_other_filter is not None:
+            filtered = filtered | self._has_other_filter
+        return self._call.branch(
+            attempt.unsettled,
+            lambda: self._draw_unsettled(attempt, filtered),
+            lambda: attempt.outcome,
+        )
+
+    def _try_candidates(self) -> _Attempt:
+        """Draw the rows that the candidates settle."""
+        call = self._call
+        narrowed = self._has_threshold
+        if self._has_other_filter is not None:
+            narrowed = narrowed & ~self._has_other_filter
+        # Behind a top-k above K, the total that top-p needs is unknown.
+        unknown_total = self._has_top_k & (call["top_p"] < 1)
+        tried = self._random & (self._has_small_top_k | (narrowed & ~unknown_total))
+        needs_total = tried & ~self._has_small_top_k & (call["top_p"] < 1)
+        return call.branch(
+            tried,
+            lambda: self._from_candidates(tried, needs_total),
+            lambda: _Attempt(
+                nothing_drawn(call, self._largest, self._greedy), unsettled=self._random
+            ),
+        )
+
+    def _from_candidates(self, tried: Tensor, needs_total: Tensor) -> _Attempt:
+        """Draw from the K largest logits.
+
+        Args:
+            tried: [B] bool, the rows that the candidates may settle.
+            needs_total: [B] bool, the rows whose top-p needs the weight of the whole vocabulary.
+        """
+        call = self._call
+        # Rows that do not need the total still pass through disabled filters, so it must be finite.
+        total = call.branch(needs_total, self._total_before_top_k, _one)
+        values, ids = blocks.top_candidates(self._logits, self._num_candidates)
+        small = self._has_small_top_k.unsqueeze()
+        x = maximum(values - self._largest.unsqueeze(), FLOOR)
+        pool = Candidates(x, ids, small, total)
+        self._apply(self._filters, pool)
+        settled = tried.unsqueeze() & (small | pool.weights.last().equals(0.0))
+        drawn = self._outcome(pool)
+        outcome = replace(drawn, token=where(settled, drawn.token, self._greedy))
+        return _Attempt(outcome, unsettled=self._random & ~settled.squeeze())
+
+    def _draw_unsettled(self, attempt: _Attempt, filtered: Tensor) -> Outcome:
+        """Draw the unsettled rows from the vocabulary, with only those filters that some row needs.
+
+        Args:
+            attempt: the result of drawing from the candidates.
+            filtered: [B] bool, the rows with a filter other than the temperature and top-k.
+        """
+        without_top_k = [step for step in self._filters if step is not filters.TOP_K]
+        return self._call.branch(
+            attempt.unsettled & self._has_top_k,
+            lambda: self._from_vocabulary(attempt, self._filters),
+            lambda: self._call.branch(
+                attempt.unsettled & filtered,
+                lambda: self._from_vocabulary(attempt, without_top_k),
+                lambda: self._from_vocabulary(attempt, [filters.TEMPERATURE]),
+            ),
+        )
+
+    def _from_vocabulary(self, attempt: _Attempt, steps: Sequence[Filter]) -> Outcome:
+        """Draw the unsettled rows from all tokens; the other rows keep their outcome."""
+        unsettled = attempt.unsettled.unsqueeze()
+        pool = self._vocabulary(unsettled)
+        self._apply(steps, pool)
+        return self._outcome(pool).where(unsettled, attempt.outcome)
+
+    def _outcome(self, pool: Pool) -> Outcome:
+        """Draw a token of each row from the tokens that the filters left in the pool."""
+        return self._outcome_of(pool, pool.draw(self._uniform(NOISE)))
+
+    def _total_before_top_k(self) -> Tensor:
+        """The weight of the whole vocabulary, for top-p: [B, 1] float32."""
+        return self._vocabulary_before(filters.TOP_K).total()
+
+    def _find_thresholds(self) -> Tensor:
+        """The rows with a threshold that may filter out the last candidate: [B] bool."""
+        call = self._call
+        found = (call["top_p"] < 1) | (call["min_p"] > 0)
+        if call.uses("top_n_sigma"):
+            found = found | (call["top_n_sigma"] > 0)
+        return found
+
+    def _find_other_filters(self) -> Tensor | None:
+        """The rows with a filter for which the candidates do not suffice: [B] bool.
+
+        None if the graph has no such filter.
+        """
+        steps = [step for step in self._filters if not step.candidates_suffice]
+        if self._call.uses("dynatemp") and not self._has_early_dynatemp:
+            steps.append(filters.DYNATEMP)
+        steps.sort(key=lambda step: step.name)
+        conditions = [step.is_on(self._call) for step in steps]
+        return functools.reduce(operator.or_, conditions) if conditions else None
+
+
 def _logprob(pool: Pool, token: Tensor) -> Tensor:
     """The log-probability of each row's token, [B, 1] float32. token: [B, 1] int64."""
     return _log_shares(pool, pool.at(pool.weights, token))
@@ -434,17 +453,3 @@ def _log_shares(pool: Pool, weights: Tensor) -> Tensor:
     # The weight of a token that u = 0 draws may round to 0 in float32.
     column = maximum(weights, LEAST_SHARE).unsqueeze()
     return log_of_column(column).squeeze() - log_of_column(pool.sum(pool.weights))
-
-
-def _needs_search(call: DrawCall, num_candidates: int) -> Tensor:
-    """Whether the parameters of a row need a search of the vocabulary: [B] bool."""
-    thresholds = (call["top_p"] < 1) | (call["top_k"] > 0)
-    if call.uses("typical_p"):
-        thresholds = thresholds | (call["typical_p"] < 1)
-    return (call["temperature"] > 0) & ~filters.has_small_top_k(call, num_candidates) & thresholds
-
-
-def _is_listed(call: DrawCall) -> Tensor:
-    """Whether a row is among `searched_rows`: [B] bool."""
-    listed = call[SEARCHED_ROWS.name]
-    return constants(call.running, 0.0).scatter(listed, constants(listed, 1).to(FLOAT), axis=0) > 0

@@ -29,6 +29,7 @@ from qsample.sampler.pools import Pool
 from qsample.sampler.tensor import (
     FLOAT,
     Tensor,
+    TensorRecord,
     absolute,
     exp,
     log_of_column,
@@ -53,8 +54,8 @@ _ADAPTIVE_P_WIDTH = 0.3
 _ADAPTIVE_P_HEIGHT = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class SharedNumbers:
+@dataclass(frozen=True)
+class SharedNumbers(TensorRecord):
     """Numbers that are computed once for both pools.
 
     Each is [B, 1] float32, or None if no filter of the graph reads it.

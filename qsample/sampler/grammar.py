@@ -26,7 +26,7 @@ from qsample.contract.tensors import (
     GRAMMAR_TRANSITIONS,
     MOST_SPECULATIVE_TOKENS,
 )
-from qsample.sampler.call import Call, count_up
+from qsample.sampler.call import StepCall, count_up
 from qsample.sampler.tensor import (
     INT32,
     INT64,
@@ -77,7 +77,7 @@ def next_state(inputs: Mapping[str, Tensor], state: Tensor, token: Tensor) -> Te
     return row.gather(token_class.unsqueeze()).squeeze()
 
 
-def grammar_state(call: Call, token: Tensor, emitted: Tensor) -> Tensor:
+def grammar_state(call: StepCall, token: Tensor, emitted: Tensor) -> Tensor:
     """The next value of the state `grammar_state`: [B] int32.
 
     A stop token has no transition, and leaves the state as it is.
@@ -97,7 +97,7 @@ def grammar_state(call: Call, token: Tensor, emitted: Tensor) -> Tensor:
     return call.branch(before > 0, advanced, lambda: before)
 
 
-def masked(call: Call, logits: Tensor) -> Tensor:
+def masked(call: StepCall, logits: Tensor) -> Tensor:
     """The logits, -inf for the tokens that the grammar of a row does not allow: [B, V] float32."""
     change = call.branch(
         call[GRAMMAR_STATE.name] > 0, lambda: _change(call, logits), lambda: _no_change()
@@ -132,7 +132,7 @@ def _no_change() -> _Change:
     )
 
 
-def _change(call: Call, logits: Tensor) -> _Change:
+def _change(call: StepCall, logits: Tensor) -> _Change:
     """What grammars change in `logits`, [B, V] float32."""
     state = current_state(call.inputs, call.total)
     following = call[GRAMMAR_TRANSITIONS.name].rows(state)

@@ -63,7 +63,7 @@ from qsample.sampler import grammar
 from qsample.sampler.adjust import adjusted_logits
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import Call, count_up
-from qsample.sampler.commit import filter_states, next_status, next_tokens, results
+from qsample.sampler.commit import filter_states, next_ids, next_status, next_tokens, results
 from qsample.sampler.draw import NO_TOKEN, Draw, draw
 from qsample.sampler.tensor import (
     FLOAT,
@@ -489,7 +489,7 @@ def build_verifier(interface: Interface, pad_token_id: int) -> ir.Model:
             # A row whose state changes has no guesses, so its first place is its only place.
             states[name] = state.rows(inputs[PLACES.name].columns(0, 1).squeeze())
         outputs = _new_tokens(interface, inputs, draws, pad_token_id)
-        for name, value in results(at_place, drawn, pad_token_id).items():
+        for name, value in results(at_place, drawn, next_ids(drawn, pad_token_id)).items():
             if name != NEXT_IDS.name:
                 outputs[name] = _by_row(interface, inputs, draws, name, value)
         outputs |= {retained_name(name): state for name, state in states.items()}

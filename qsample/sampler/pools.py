@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from qsample.sampler import blocks
-from qsample.sampler.blocks import FLOOR, Blocks
+from qsample.sampler.blocks import FLOOR, LARGEST_UNIFORM, Blocks
 from qsample.sampler.search import Search, WeightedKeys
 from qsample.sampler.tensor import (
     FLOAT,
@@ -27,8 +27,6 @@ from qsample.sampler.tensor import (
     where,
 )
 
-# Up to this number, u * total < total holds in float32, too.
-_LARGEST_UNIFORM = 1.0 - 2.0**-24
 # exp(-105) is 0 in float32.
 _WEIGHTLESS_LOG = 105.0
 # Smaller logarithms belong to weights of 0.
@@ -36,9 +34,7 @@ _LEAST_LOG = -200.0
 # All keys of a nucleus are above the negative of this.
 _KEY_LIMIT = 400.0
 # No weight reaches this.
-_WEIGHT_LIMIT = 3e38
-# Added to a number below 1 and subtracted again, it rounds the number to 8 bits.
-_ROUNDS_TO_8_BITS = 1.5 * 2.0**15
+WEIGHT_LIMIT = 3e38
 
 
 class Pool(ABC):
@@ -289,13 +285,13 @@ class Candidates(Pool):
         # Tied tokens pass or fail together: the cumulative weight before the first of them covers
         # exactly the larger keys.
         before = weights.cumsum(exclusive=True)
-        limit = where(share < 1, share * self.total(), _WEIGHT_LIMIT)
+        limit = where(share < 1, share * self.total(), WEIGHT_LIMIT)
         return where(before < limit, descending, descending.columns(0, 1)).min()
 
     def draw(self, uniform: Tensor) -> Tensor:
         ordered, order = top(self.ids, axis_size(self.ids, 1), largest=False)
         sums = self.weights.gather(order).cumsum()
-        above = sums > minimum(uniform, _LARGEST_UNIFORM) * sums.last()
+        above = sums > minimum(uniform, LARGEST_UNIFORM) * sums.last()
         return where(above, ordered, ordered.last()).min()
 
     def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
@@ -313,19 +309,17 @@ class Candidates(Pool):
 class Vocabulary(Pool):
     """All tokens, in blocks: x is [B, n, C] float32."""
 
-    def __init__(self, x: Tensor, searched: Tensor, search: Search, *, replayed: bool) -> None:
+    def __init__(self, x: Tensor, searched: Tensor, search: Search) -> None:
         """Make a pool of the vocabulary.
 
         Args:
             x: [B, n, C] float32, l - max.
             searched: [B, 1] bool, the rows whose thresholds matter.
             search: finds the thresholds.
-            replayed: whether the graph is captured and replayed.
         """
         super().__init__(x)
         self._searched = searched
         self._search = search
-        self._replayed = replayed
         # Every x that weighs something is above this, [B, 1]; None before `heat`.
         self._lowest_x: Tensor | None = None
 
@@ -364,32 +358,21 @@ class Vocabulary(Pool):
     def draw(self, uniform: Tensor) -> Tensor:
         """A token of each row, drawn in two levels: first a block, then a token of the block.
 
-        The product of u and the total needs more than the 24 bits of a float32. So block sums are
-        split into a high part, whose sums are exact in any order, and a low part, and u is split
-        into its first 8 bits and the other 16. The distance of the target, u times the total, from
-        the start of each block is then off by about 2e-10 of the total.
-
         Args:
             uniform: u, [B, 1] float32, in [0, 1).
         """
-        high, low = _split(blocks.aligned(blocks.block_sums(self.weights)))
-        u = minimum(uniform, _LARGEST_UNIFORM)
-        u_high = (u + _ROUNDS_TO_8_BITS) - _ROUNDS_TO_8_BITS
-        total_high = high.sum()
-        target_low = (u - u_high) * total_high + u * low.sum()
-        distance_high = u_high * total_high - high.cumsum(exclusive=True)
-        distance_low = target_low - low.cumsum(exclusive=True)
-        distance = distance_high + distance_low
+        sums = blocks.block_sums(self.weights)
+        distance = blocks.distances(sums, uniform)
 
         # The target lies in the last block that starts at or before it: a block of weight 0 starts
         # together with the next block. In rows without weight, which draw nothing, even the padding
         # of the sums starts at the target, so the index is clipped.
         last_block = float(axis_size(self.x, 1) - 1)
         block = op("Clip", (distance >= 0).to(FLOAT).sum() - 1.0, 0.0, last_block).to(INT64)
-        sums = blocks.take_block(self.weights, block, replayed=self._replayed).cumsum()
+        sums = blocks.take_block(self.weights, block).cumsum()
         # By rounding, the target may lie just after the block. Its last token of positive weight is
         # drawn then.
-        remainder = minimum(distance.gather(block), sums.last() * _LARGEST_UNIFORM)
+        remainder = minimum(distance.gather(block), sums.last() * LARGEST_UNIFORM)
         last_place = axis_size(self.x, 2) - 1.0
         place = minimum((sums <= remainder).to(FLOAT).sum(), last_place).to(INT64)
         return block * axis_size(self.x, 2) + place
@@ -397,18 +380,7 @@ class Vocabulary(Pool):
     def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
         weights = self.weights
         in_blocks = Blocks(weights, weights.max(keep=False))
-        return blocks.top_candidates(in_blocks, count, replayed=self._replayed)
+        return blocks.top_candidates(in_blocks, count)
 
     def at(self, values: Tensor, token: Tensor) -> Tensor:
-        return values.reshape(0, -1).gather(token)
-
-
-def _split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split values, [B, n], into multiples of about 2**-15 of their sum and exact remainders.
-
-    Adding a number rounds to its last bit, and subtracting it again is exact: Rump, Ogita and
-    Oishi, "Accurate floating-point summation", SIAM J. Sci. Comput. 31(1), 2008.
-    """
-    unit = values.sum() * 256.0
-    high = (values + unit) - unit
-    return high, values - high
+        return blocks.joined(values).gather(token)

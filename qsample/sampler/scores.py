@@ -120,9 +120,8 @@ def _scores(interface: Interface, logits: Tensor, ids: Tensor) -> _Scores:
     top_values = None
     if interface.features.top_logprobs > 0:
         every_row = column.equals(column)
-        top_ids, top_values = top_logprobs(
-            split, shares, interface.features.top_logprobs, every_row, replayed=False
-        )
+        top = blocks.top_candidates(split, interface.features.top_logprobs)
+        top_ids, top_values = top_logprobs(*top, shares, every_row)
     return _Scores(shares.log_softmax(own), ranks, top_ids, top_values)
 
 

@@ -1,20 +1,17 @@
-"""Thresholds beyond the candidates: selection by weight or by count, without sorting the
-vocabulary.
+"""Thresholds beyond the candidates: selection by weight or by count.
 
 The threshold of top-p is a weighted quantile of the logits: the smallest logit whose strictly
 larger logits weigh less than p of the total. The threshold of top-k is a quantile by count. A pivot
 is compared with all keys in a single pass, and the weight above it decides on which side of it the
 threshold lies.
 
-With control flow, `_interpolate` selects as Floyd and Rivest do ("Expected time bounds for
-selection", CACM 18(3), 1975). The first two pivots come from a sorted sample. Each further pivot is
-placed as if the weight were spread evenly over the bracket, with the Illinois rule (Dowell and
-Jarratt, "A modified regula falsi method", BIT 11, 1971). As soon as no more keys are left than
-there are candidates, these are sorted. A vocabulary of 150,000 takes about 6 passes.
+`_interpolate` selects as Floyd and Rivest do ("Expected time bounds for selection", CACM 18(3),
+1975). The first two pivots come from a sorted sample. Each further pivot is placed as if the weight
+were spread evenly over the bracket, with the Illinois rule (Dowell and Jarratt, "A modified regula
+falsi method", BIT 11, 1971). As soon as no more keys are left than there are candidates, these are
+sorted. A vocabulary of 150,000 takes about 6 passes.
 
-Without control flow, `_cut` divides the bracket with 32 pivots in each of 6 passes, and its lower
-end moves to the next key. Different keys that are still together then, within 2**-30 of the first
-bracket, count as tied.
+`SortedSearch` is for graphs without control flow: it sorts the vocabulary.
 
 The weight above a pivot is summed as a difference from the wanted weight, block by block. These are
 small numbers of either sign, whose rounding in float32 is far below the weight of a token.
@@ -22,34 +19,38 @@ small numbers of either sign, whose rounding in float32 is far below the weight 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from qsample.contract.tensors import CANDIDATES
-from qsample.sampler.blocks import ALIGNMENT, FLOOR, Blocks, block_sums, top_candidates, total
+from qsample.sampler.blocks import (
+    FLOOR,
+    Blocks,
+    block_sums,
+    distances,
+    joined,
+    top_candidates,
+    total,
+    wide_distances,
+)
 from qsample.sampler.tensor import (
     FLOAT,
     INT64,
     Tensor,
     TensorRecord,
     axis_size,
-    branch,
-    constant,
     constants,
+    if_any,
     loop,
     maximum,
     minimum,
     op,
-    size,
     top,
     where,
 )
 
-# The search without control flow.
-_PIVOTS_PER_PASS = 32
-_PASSES = 6
-# The search with control flow: at most this many pivots, then at most this many halvings.
+# At most this many pivots, then at most this many halvings.
 _MAX_PIVOTS = 10
 _MAX_HALVINGS = 400
 # Between each of the first two pivots and the expected threshold, in ranks of the sample.
@@ -58,25 +59,16 @@ _SAMPLE_MARGIN = 32
 _FAR = 3e38
 # A threshold that every finite key passes.
 EVERYTHING = -3.4e38
+# A threshold that no key passes.
+NOTHING = 1.0
 # A share of 0 would want no weight at all.
 _LEAST_SHARE = 1e-30
 
 
-class Search:
-    """Finds thresholds among the keys of some rows."""
+class Search(ABC):
+    """Finds thresholds among the keys of rows."""
 
-    def __init__(self, listed: Tensor | None, *, skipped: bool = False) -> None:
-        """Choose the rows and the method.
-
-        Args:
-            listed: [R] int64, the rows that are searched, in a graph without control flow; None in
-                a graph with control flow.
-            skipped: put an If around each search of listed rows, so that it is skipped without such
-                rows. The condition is a shape, which the host knows.
-        """
-        self._listed = listed
-        self._skipped = skipped
-
+    @abstractmethod
     def by_weight(self, keys: WeightedKeys, share: Tensor, searched: Tensor) -> Tensor:
         """The smallest key whose strictly larger keys weigh less than a share of the total.
 
@@ -88,8 +80,8 @@ class Search:
         Returns:
             The threshold of each row, [B, 1] float32.
         """
-        return self._find(_ByWeight(keys, share), searched)
 
+    @abstractmethod
     def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
         """The `count`-th largest key, or a number that all keys pass if there are fewer keys.
 
@@ -102,24 +94,83 @@ class Search:
         Returns:
             The threshold of each row, [B, 1] float32.
         """
-        return self._find(_ByCount(keys, count), searched)
 
-    def _find(self, query: _ByWeight | _ByCount, searched: Tensor) -> Tensor:
-        listed = self._listed
-        if listed is None:
-            return where(searched, _interpolate(query.bracket(), searched), EVERYTHING)
 
+class PivotSearch(Search):
+    """A search with control flow, which compares pivots with all keys."""
+
+    def by_weight(self, keys: WeightedKeys, share: Tensor, searched: Tensor) -> Tensor:
+        sums = block_sums(keys.weights)
+        wanted = sums * maximum(share, _LEAST_SHARE)
+        at_low = total(sums - wanted)
+        bracket = _Bracket(keys.keys, keys.weights, wanted, keys.lowest, keys.highest, at_low)
+        return where(searched, _interpolate(bracket, searched), EVERYTHING)
+
+    def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
+        there = (keys > FLOOR).to(FLOAT)
+        smallest = (maximum(keys, FLOOR) * there).min(-2, -1, keep=False).unsqueeze()
+        number = there.sum(-2, -1, keep=False).unsqueeze()
+        below_all = smallest * 1.001 - 2.0**-126
+        highest = constants(count, 0.0)
+        bracket = _Bracket(keys, None, count, below_all, highest, number - count)
+        return where(searched, _interpolate(bracket, searched), EVERYTHING)
+
+
+class SortedSearch(Search):
+    """A search that sorts the keys of listed rows; an empty list costs nothing."""
+
+    def __init__(self, listed: Tensor, *, for_webgpu: bool) -> None:
+        """Choose the rows.
+
+        Args:
+            listed: [R] int64, the rows that are searched. Other rows that need the search get a
+                threshold that no key passes.
+            for_webgpu: see `build_sampler`.
+        """
+        self._listed = listed
+        self._for_webgpu = for_webgpu
+        self._distances = distances if for_webgpu else wide_distances
+
+    def by_weight(self, keys: WeightedKeys, share: Tensor, searched: Tensor) -> Tensor:
         def found() -> Tensor:
-            threshold = _cut(query.of_rows(listed).bracket())
-            everything = constants(searched, EVERYTHING)
-            thresholds = everything.scatter(listed.unsqueeze(), threshold, axis=0)
+            ordered, order = self._sorted(keys.keys)
+            weights = joined(keys.weights.rows(self._listed)).gather(order)
+            blocks = axis_size(keys.keys, 1)
+            in_blocks = weights.reshape(0, blocks, axis_size(keys.keys, 2))
+            room = self._distances(block_sums(in_blocks), share.rows(self._listed))
+            before = in_blocks.cumsum(exclusive=True)
+            passes = before < room.to(FLOAT).columns(0, blocks).unsqueeze()
+            # The passing keys come first. Keys that equal the last of them pass, too.
+            last = passes.to(FLOAT).sum(-2, -1, keep=False).unsqueeze() - 1.0
+            return ordered.gather(maximum(last, 0.0).to(INT64))
+
+        return self._spread(found, searched)
+
+    def by_count(self, keys: Tensor, count: Tensor, searched: Tensor) -> Tensor:
+        def found() -> Tensor:
+            ordered, _ = self._sorted(keys)
+            last = float(axis_size(ordered, 1) - 1)
+            place = op("Clip", count.rows(self._listed) - 1.0, 0.0, last)
+            return ordered.gather(place.to(INT64))
+
+        return self._spread(found, searched)
+
+    def _sorted(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys of the listed rows, largest first, [R, V] float32, and their places, int64."""
+        flat = maximum(joined(keys.rows(self._listed)), FLOOR)
+        return top(flat, axis_size(flat, 1))
+
+    def _spread(self, found: Callable[[], Tensor], searched: Tensor) -> Tensor:
+        """The thresholds of all rows, from those that `found` computes for the listed rows."""
+
+        def spread() -> Tensor:
+            missing = where(searched, NOTHING, EVERYTHING)
+            thresholds = missing.scatter(self._listed.unsqueeze(), found(), axis=0)
             return where(searched, thresholds, EVERYTHING)
 
-        if not self._skipped:
-            return found()
-        return branch(
-            op("Squeeze", size(listed, 0)) > 0, found, lambda: constants(searched, EVERYTHING)
-        )
+        if not self._for_webgpu:
+            return spread()
+        return if_any(self._listed, spread, lambda: where(searched, NOTHING, EVERYTHING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,62 +188,6 @@ class WeightedKeys:
     weights: Tensor
     lowest: Tensor
     highest: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _ByWeight:
-    """A search for the threshold of a share of the weight: the arguments of `Search.by_weight`."""
-
-    keys: WeightedKeys
-    share: Tensor
-
-    def of_rows(self, rows: Tensor) -> _ByWeight:
-        """The search in `rows`, [R] int64, with so many blocks that no sum needs padding."""
-        keys = self.keys.keys.rows(rows)
-        weights = self.keys.weights.rows(rows)
-        share = self.share.rows(rows)
-        lowest = self.keys.lowest.rows(rows)
-        highest = self.keys.highest.rows(rows)
-        weights = _with_more_blocks(weights, 0.0)
-        keys = _with_more_blocks(keys, FLOOR)
-        return _ByWeight(WeightedKeys(keys, weights, lowest, highest), share)
-
-    def bracket(self) -> _Bracket:
-        """The first bracket, which contains all keys."""
-        sums = block_sums(self.keys.weights)
-        wanted = sums * maximum(self.share, _LEAST_SHARE)
-        keys = self.keys
-        at_low = total(sums - wanted)
-        return _Bracket(keys.keys, keys.weights, wanted, keys.lowest, keys.highest, at_low)
-
-
-@dataclass(frozen=True, slots=True)
-class _ByCount:
-    """A search for the threshold of a number of keys: the arguments of `Search.by_count`."""
-
-    keys: Tensor
-    count: Tensor
-
-    def of_rows(self, rows: Tensor) -> _ByCount:
-        """The search in `rows`, [R] int64, with so many blocks that no sum needs padding."""
-        keys = self.keys.rows(rows)
-        count = self.count.rows(rows)
-        return _ByCount(_with_more_blocks(keys, FLOOR), count)
-
-    def bracket(self) -> _Bracket:
-        """The first bracket, which contains all keys."""
-        counts = (self.keys > FLOOR).to(FLOAT)
-        smallest = (maximum(self.keys, FLOOR) * counts).min(-2, -1, keep=False).unsqueeze()
-        number = counts.sum(-2, -1, keep=False).unsqueeze()
-        below_all = smallest * 1.001 - 2.0**-126
-        highest = constants(self.count, 0.0)
-        return _Bracket(self.keys, None, self.count, below_all, highest, number - self.count)
-
-
-def _with_more_blocks(values: Tensor, filler: float) -> Tensor:
-    """Values in blocks, [R, n, C], with blocks of `filler` added until `ALIGNMENT` divides n."""
-    missing = -axis_size(values, 1) % ALIGNMENT
-    return op("Pad", values, [0, 0, 0, 0, missing, 0], filler) if missing > 0 else values
 
 
 class _Bracket:
@@ -271,25 +266,6 @@ class _Bracket:
         smallest_above = (keys * above).min(-2, -1, keep=False)
         largest_below = (keys - above * _FAR).max(-2, -1, keep=False)
         return self.excess(above), smallest_above, largest_below
-
-
-def _cut(bracket: _Bracket) -> Tensor:
-    """The threshold by a fixed number of passes, with evenly spaced pivots: [B, 1] float32."""
-    fractions = np.arange(_PIVOTS_PER_PASS, dtype=np.float32) / _PIVOTS_PER_PASS
-    parts = constant(fractions[None])
-    low = bracket.low
-    high = bracket.high
-    keys = maximum(bracket.keys, FLOOR)
-    for _ in range(_PASSES):
-        # The first pivot is `low`.
-        pivots = low + (high - low) * parts
-        above = bracket.above(pivots)
-        too_little = bracket.excess(above) < 0
-        # The lower end moves to the smallest key above the last pivot with enough weight. Keys are
-        # at most 0, and 0 stands for the keys below a pivot.
-        low = where(too_little, low, (keys * above).min(-2, -1, keep=False)).max()
-        high = where(too_little, pivots, high).min()
-    return low
 
 
 def _interpolate(bracket: _Bracket, searched: Tensor) -> Tensor:
@@ -405,7 +381,7 @@ def _sort(bracket: _Bracket, interval: _Interval) -> Tensor:
     outside = bracket.above(interval.high) * _FAR
     values = (bracket.keys - outside).squeeze(1)
     count = min(CANDIDATES, axis_size(values, 1) * axis_size(values, 2))
-    keys, ids = top_candidates(Blocks(values, values.max(keep=False)), count, replayed=False)
+    keys, ids = top_candidates(Blocks(values, values.max(keep=False)), count)
     inside = keys > interval.low
     weights = inside.to(FLOAT)
     if bracket.weights is not None:

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 FLOAT: Final = ir.DataType.FLOAT
+DOUBLE: Final = ir.DataType.DOUBLE
 INT32: Final = ir.DataType.INT32
 INT64: Final = ir.DataType.INT64
 BOOL: Final = ir.DataType.BOOL
@@ -291,6 +292,15 @@ class Tensor:
         """The rows at `indices`, [R] int64, along the first axis."""
         return op("Gather", self, indices, axis=0)
 
+    def with_rows(self, indices: Tensor, updates: Tensor) -> Tensor:
+        """The tensor, [B, n], with `updates`, [R, m], in the first m columns of its rows at
+        `indices`, [R] int64."""
+        width = axis_size(updates, 1)
+        places = indices.unsqueeze()
+        if width > 1:
+            places = op("Expand", places, [1, width])
+        return self.scatter(places, updates, axis=0)
+
     def scatter(
         self, indices: Tensor, updates: Tensor, *, axis: int = 1, reduction: str = "none"
     ) -> Tensor:
@@ -322,6 +332,18 @@ class TensorRecord:
             value = getattr(self, field.name)
             values[field.name] = None if value is None else _filled(value, tensors)
         return replace(self, **values)
+
+    def rows(self, indices: Tensor) -> Self:
+        """A record of the rows at `indices`, [R] int64, of each tensor."""
+        return self.filled(iter([tensor.rows(indices) for tensor in self.tensors()]))
+
+    def with_rows(self, indices: Tensor, updates: Self) -> Self:
+        """A record with the rows of `updates` in the place of the rows at `indices`, [R] int64.
+
+        Each tensor has two axes.
+        """
+        pairs = zip(self.tensors(), updates.tensors(), strict=True)
+        return self.filled(iter([old.with_rows(indices, new) for old, new in pairs]))
 
     def where(self, condition: Tensor, otherwise: Self) -> Self:
         """A record with `where(condition, tensor, other)` for each pair of tensors."""
@@ -461,6 +483,16 @@ def branch(
         result.value.type = first.type
         result.value.shape = _common_shape(first, second)
     return _filled(structure, iter(results))
+
+
+def if_any(
+    rows: Tensor, then: Callable[[], Structure], otherwise: Callable[[], Structure]
+) -> Structure:
+    """An `If`: `then()` if the list `rows`, [n] int64, has an entry, else `otherwise()`.
+
+    Its condition is a shape, which the host knows.
+    """
+    return branch(op("Squeeze", size(rows, 0)) > 0, then, otherwise)
 
 
 def loop(

@@ -47,7 +47,8 @@ _NUMBERS = {
     "bfloat16": 16,
 }
 
-_ROW_0 = np.zeros(1, np.int64)
+_LISTS = ("processed_rows", "vocabulary_rows", "searched_rows")
+_ROWS = np.arange(1024)
 
 Bound = tuple[int, tuple[int, ...], int, Any]  # element type, shape, address, owner of the memory
 
@@ -223,9 +224,10 @@ class Session(Original):  # type: ignore[misc]
     ) -> None:
         twin = self.twin.io_binding()
         for name, (kind, shape, address, _) in inputs.items():
-            if name == "searched_rows" and shape == (0,):
+            if name in _LISTS and shape == (0,):
                 # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-                shape, address = (1,), _ROW_0.ctypes.data
+                (rows,) = inputs["status"][1]
+                shape, address = (1 if name == "searched_rows" else rows,), _ROWS.ctypes.data
             twin.bind_input(name, "cpu", 0, kind, shape, address)
         for name, bound in outputs.items():
             if bound is None:

@@ -29,6 +29,8 @@ __all__ = [
     "reference_step",
 ]
 Array = np.ndarray
+# The inputs of a graph for replay that say how much of it a step needs.
+REPLAY_LISTS = ("processed_rows", "vocabulary_rows", "searched_rows")
 _MASK32 = 0xFFFFFFFF
 
 
@@ -75,7 +77,7 @@ def reference_step(
     Args:
         logits: [B, V], float32 values.
         inputs: the sampler's inputs and states, as arrays with the contract's shapes. An extra filter applies if its
-            inputs are there; without `searched_rows`, every row is searched that has to be.
+            inputs are there. If there are lists of rows, the step is that of a graph for replay.
         pad_token_id: `next_ids` of a row that emits nothing.
         top_logprobs: M.
         logprobs_mode: "raw_logprobs" or "processed_logprobs".
@@ -104,13 +106,13 @@ def reference_step(
         "logprob_floor": np.full(batch, -np.inf),
         "adjusted_logits": np.full((batch, vocab), np.nan, np.float32),
     }
-    searched = np.asarray(inputs.get("searched_rows", range(batch))).tolist()
+    lists = {name: np.asarray(inputs.get(name, range(batch))).tolist() for name in REPLAY_LISTS}
     for b in range(batch):
         shared = {name: array for name, array in inputs.items() if name in TABLE_NAMES}
         row = {
             name: np.asarray(array)[b]
             for name, array in inputs.items()
-            if name != "searched_rows" and name not in shared
+            if name not in REPLAY_LISTS and name not in shared
         }
         row |= shared
         _step_row(
@@ -119,10 +121,11 @@ def reference_step(
             row,
             state,
             out,
-            b in searched,
+            {name for name, listed in lists.items() if b in listed},
             filter_order,
             num_candidates,
             processed=logprobs_mode == "processed_logprobs",
+            replayed="processed_rows" in inputs,
         )
     return out | {f"{name}_RetainedState": array for name, array in state.items()}
 
@@ -133,11 +136,12 @@ def _step_row(
     row: Row,
     state: dict[str, Array],
     out: dict[str, Array],
-    searched: bool,
+    listed: set[str],
     order: str,
     num_candidates: int,
     *,
     processed: bool,
+    replayed: bool,
 ) -> None:
     capacity = state["tokens"].shape[1]
     if row["status"] != 0:
@@ -155,7 +159,7 @@ def _step_row(
         # A forbidden token's invalid logit still makes the row invalid.
         both = np.stack([logits, adjusted])
         invalid = np.isnan(both).any() or (both == np.inf).any() or not (adjusted > LOWEST).any()
-        if invalid or (needs_search(row, num_candidates) and not searched):
+        if invalid or not {*lists_of(row, num_candidates)} <= listed:
             state["status"][b] = 3
             return
         position = min(total, capacity - 1)
@@ -181,8 +185,8 @@ def _step_row(
             state["adaptive_error"][b] = decay * error + (1 - decay) * (
                 left.probs()[token] - target
             )
-        if total < capacity:
-            tokens[total] = token
+        # A graph for replay fills the unused tail with the token.
+        tokens[total : capacity if replayed else total + 1] = token
         state["output_counts"][b, token] += 1
         if "grammar_state" in row:
             state["grammar_state"][b] = next_state(row, total, token)
@@ -196,9 +200,50 @@ def _step_row(
 
 def needs_search(row: Row, num_candidates: int = CANDIDATES) -> bool:
     """Whether a captured graph settles the row only if `searched_rows` has it."""
+    return "searched_rows" in lists_of(row, num_candidates)
+
+
+def lists_of(row: Row, num_candidates: int = CANDIDATES) -> list[str]:
+    """The lists of a graph for replay that have to name the row, as far as the graph notices it."""
+    penalties = (row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"])
+    is_random = row["temperature"] > 0
+    dry = float(row.get("dry_multiplier", 0))
+    if not is_random and tuple(map(float, penalties)) == (1, 0, 0) and dry == 0:
+        return []
     k = int(row["top_k"])
-    whole = row["top_p"] < 1 or row.get("typical_p", 1) < 1
-    return bool(row["temperature"] > 0 and (k > num_candidates or (k == 0 and whole)))
+    vocab = np.shape(row["output_counts"])[0] if "output_counts" in row else np.inf
+    if not is_random or 0 < k <= num_candidates or num_candidates >= vocab:
+        return ["processed_rows"]
+    if k > 0 or row["top_p"] < 1 or row.get("typical_p", 1) < 1:
+        return [*REPLAY_LISTS]
+    return ["processed_rows", "vocabulary_rows"]
+
+
+def replay_lists(inputs: Mapping[str, Array], num_candidates: int = CANDIDATES) -> dict[str, Array]:
+    """The shortest lists of rows that a host may give a step of these inputs."""
+    batch = len(inputs["status"])
+    per_row = [
+        {name: array[b] for name, array in inputs.items() if len(array) == batch}
+        for b in range(batch)
+    ]
+    needed: dict[str, list[int]] = {name: [] for name in REPLAY_LISTS}
+    for b, row in enumerate(per_row):
+        lists = lists_of(row, num_candidates)
+        changed = [
+            row["min_length"] > 0,
+            np.any(row.get("logit_bias_ids", -1) != -1),
+            np.any(row.get("allowed_tokens", -1) != -1),
+            np.any(row.get("bad_words_ids", -1) != -1),
+            row.get("no_repeat_ngram_size", 0) > 0,
+            row.get("grammar_state", 0) > 0,
+        ]
+        for name in lists or ["processed_rows"] * any(changed):
+            needed[name].append(b)
+    # The first two have all rows or none.
+    return {
+        name: np.array(rows if name == "searched_rows" else range(batch) if rows else [], np.int64)
+        for name, rows in needed.items()
+    }
 
 
 def uniform(row: Row, buffer: str, position: int) -> float:

@@ -18,8 +18,8 @@ from qsample.contract.tensors import (
     TensorSpec,
 )
 from qsample.sampler import build_sampler
-from tests.helpers.reference import reference_step
-from tests.helpers.reference_grammar import random_tables
+from tests.helpers.reference import REPLAY_LISTS, reference_step, replay_lists
+from tests.helpers.reference_grammar import TABLE_NAMES, random_tables
 
 PAD = 0
 Array = np.ndarray
@@ -54,7 +54,7 @@ def make_inputs(
     """Every input and state of the sampler but logits: parameters at their off-values, `values` in their place.
 
     A value may be a scalar, one value a row, or the whole array. Each row holds its first token, 0, and u = 0.5, and is
-    searched. `bad_words` is how many forbidden sequences a row has, and how long they are.
+    in every list of a graph for replay. `bad_words` is how many forbidden sequences a row has, and how long they are.
     """
     sizes = face.sizes | {
         "B": batch,
@@ -67,14 +67,16 @@ def make_inputs(
     sizes |= {
         "Q": bad_words[0],
         "L": bad_words[1],
-        "R": len(values.setdefault("searched_rows", np.arange(batch))),
     }
+    for name, axis in zip(REPLAY_LISTS, ("R.processed", "R.vocabulary", "R"), strict=True):
+        sizes[axis] = len(values.setdefault(name, np.arange(batch)))
     sizes |= dict.fromkeys(GRAMMAR_AXES, 1)
     if "grammar_transitions" in values:
         sizes["X"], sizes["Y"] = np.shape(values["grammar_transitions"])
         sizes["Z"] = len(values["grammar_classes"])
     if not face.captured:
-        del values["searched_rows"]
+        for name in REPLAY_LISTS:
+            del values[name]
     defaults: dict[str, object] = {
         "input_lengths": sequence,
         "emit": True,
@@ -90,7 +92,27 @@ def make_inputs(
         )
         inputs[spec.name] = _fill(spec, value, spec.shape(sizes))
     assert not values, f"unknown inputs: {sorted(values)}"
+    if face.captured:
+        write_prompts(inputs)
     return inputs
+
+
+def of_rows(inputs: Mapping[str, Array], rows: Array) -> dict[str, Array]:
+    """The inputs of some rows, [n] integers, of which a graph for replay leaves nothing out."""
+    whole = {*TABLE_NAMES, *REPLAY_LISTS}
+    part = {name: array if name in whole else array[rows] for name, array in inputs.items()}
+    return part | {name: np.arange(len(rows)) for name in REPLAY_LISTS if name in inputs}
+
+
+def write_prompts(inputs: Mapping[str, Array]) -> None:
+    """Write this call's inputs to `tokens`, as a host does for a graph for replay; in place."""
+    for tokens, ids, start, count in zip(
+        *(inputs[name] for name in ("tokens", "input_ids", "lengths", "input_lengths")), strict=True
+    ):
+        if start == 0:
+            tokens[:] = ids[0]
+        room = tokens[start : start + count]
+        room[:] = ids[: len(room)]
 
 
 def _fill(spec: TensorSpec, value: object, shape: tuple[int, ...]) -> Array:
@@ -253,6 +275,10 @@ def random_step(
         length = int(inputs["lengths"][row])
         inputs["tokens"][row, length:] = inputs["tokens"][row, 0]
         np.add.at(inputs["output_counts"][row], inputs["tokens"][row, 1:length], 1)
+    if face.captured:
+        write_prompts(inputs)
+        if rng.random() < 0.5:
+            inputs |= replay_lists(inputs)
     return logits.astype(np.float32), inputs
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, TensorSpec
-from tests.helpers.reference import needs_search, philox_uniforms
+from tests.helpers.reference import philox_uniforms, replay_lists
+from tests.helpers.sampler_cases import write_prompts
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "vectors"
 Array = np.ndarray
@@ -80,10 +81,9 @@ def inputs_of(
         values = [numbers(case["parameters"].get(spec.name, _off(spec, face))) for case in cases]
         inputs[spec.name] = _stacked(spec, values)
     if face.captured:
-        rows = [{name: value[b] for name, value in inputs.items()} for b in range(len(cases))]
-        inputs["searched_rows"] = np.array(
-            [b for b, row in enumerate(rows) if needs_search(row)], np.int64
-        )
+        state = {name: np.array(value) for name, value in state.items()}
+        write_prompts(inputs | state)
+        inputs |= replay_lists(inputs | state)
     for spec in face.grammar_tables:
         inputs[spec.name] = np.array(cases[0]["tables"][spec.name], spec.dtype)
     return inputs | state

@@ -20,7 +20,7 @@ def logits_of(vocab: int, kind: str, rows: int = 6) -> Array:
     return np.where(logits > -0.5, -np.inf, logits) if kind == "masked" else logits
 
 
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("for_webgpu", [None, False, True])
 @pytest.mark.parametrize("kind", ["different", "ties", "masked"])
 @pytest.mark.parametrize(
     ("vocab", "block", "count"),
@@ -35,22 +35,25 @@ def logits_of(vocab: int, kind: str, rows: int = 6) -> Array:
     ],
 )
 def test_selection_equals_a_stable_sort(
-    vocab: int, block: int, count: int, kind: str, replayed: bool
+    vocab: int, block: int, count: int, kind: str, for_webgpu: bool | None
 ) -> None:
-    """Of ties the lowest ids, in order; masked tokens are as likely as each other, but less than any other token."""
+    """In graphs with control flow, for CUDA and for WebGPU. Of ties the lowest ids, in order; masked tokens are as
+    likely as each other, but less than any other token."""
 
     def select(logits: Tensor) -> Tensors:
         split = blocks.split(logits, vocab, block)
         assert split.size == block
-        return *blocks.top_candidates(split, count, replayed=replayed), blocks.argmax(
-            split, replayed=replayed
-        )
+        if for_webgpu is None:
+            candidates = blocks.top_candidates(split, count)
+        else:
+            candidates = blocks.replayed_top_candidates(split, count, for_webgpu=for_webgpu)
+        return *candidates, blocks.argmax(split)
 
     logits = logits_of(vocab, kind)
     order = np.argsort(-logits, kind="stable", axis=1)
     values, ids, best = computed(select, logits)
     wanted = np.take_along_axis(logits, order[:, :count], 1)
-    least = np.float32(blocks.FLOOR if replayed else -np.inf)
+    least = np.float32(blocks.FLOOR if for_webgpu else -np.inf)
     np.testing.assert_array_equal(values, np.maximum(wanted, least))
     np.testing.assert_array_equal(
         np.where(wanted > -np.inf, ids, -1), np.where(wanted > -np.inf, order[:, :count], -1)

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import EXTRA_PARAMETERS, FILTER_ORDERS, INVALID_LOGITS
-from tests.helpers.reference import distribution
-from tests.helpers.reference_grammar import TABLE_NAMES
+from tests.helpers.reference import REPLAY_LISTS, distribution
 from tests.helpers.sampler_cases import (
     ALL_FEATURES,
     WITH_PROBS,
@@ -24,8 +23,10 @@ from tests.helpers.sampler_cases import (
     expected_step,
     interface,
     make_inputs,
+    of_rows,
     random_step,
     sampler,
+    write_prompts,
 )
 
 Array = np.ndarray
@@ -85,13 +86,7 @@ def check_batches(face: Interface, seed: int, steps: int) -> None:
         logits, inputs = random_step(rng, face, 7, sequence=2)
         whole = step(logits, inputs)
         for rows in parts_of(rng, 7):
-            part = {
-                name: array if name in TABLE_NAMES else array[rows]
-                for name, array in inputs.items()
-            }
-            if face.captured:
-                part["searched_rows"] = np.arange(len(rows))
-            for name, found in step(logits[rows], part).items():
+            for name, found in step(logits[rows], of_rows(inputs, rows)).items():
                 np.testing.assert_array_equal(found, whole[name][rows], err_msg=name)
 
 
@@ -156,13 +151,17 @@ def test_a_captured_graph_draws_what_control_flow_draws(order: str, recorded: Ar
     for _ in range(12):
         _, inputs = random_step(rng, face, 6, sequence=2)
         logits = recorded[rng.integers(0, len(recorded), 6)]
-        searched = rng.permutation(6)
-        a, b = (
-            sampler(face)(logits, inputs),
-            sampler(other)(logits, inputs | {"searched_rows": searched}),
-        )
+        replayed = {name: np.array(values) for name, values in inputs.items()}
+        write_prompts(replayed)
+        lists = {name: np.arange(6) for name in REPLAY_LISTS}
+        replayed |= lists | {"searched_rows": rng.permutation(6)}
+        a = sampler(face)(logits, inputs)
+        b = sampler(other)(logits, replayed)
         for name, values in a.items():
-            if values.dtype == np.float32 and name != "output_counts_RetainedState":
+            if name == "tokens_RetainedState":
+                for row, length in enumerate(a["lengths_RetainedState"]):
+                    np.testing.assert_array_equal(values[row, :length], b[name][row, :length])
+            elif values.dtype == np.float32 and name != "output_counts_RetainedState":
                 np.testing.assert_allclose(values, b[name], rtol=1e-5, atol=1e-6, err_msg=name)
             else:
                 np.testing.assert_array_equal(values, b[name], err_msg=name)
@@ -227,6 +226,45 @@ def test_rows_that_have_to_be_listed(listed: bool, row: dict[str, Any]) -> None:
     got = sampler(face)(logits, make_inputs(face, searched_rows=[], **row))
     assert got["status_RetainedState"] == (INVALID_LOGITS if listed else 0)
     assert got["lengths_RetainedState"] == (0 if listed else 1)
+
+
+# Which of the first two lists a captured graph has to get, and the parameters of a row.
+TO_PROCESS: list[tuple[list[str], dict[str, Any]]] = [
+    ([], {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.1}),
+    (["processed_rows"], {"temperature": 0, "repetition_penalty": 1.1}),
+    (["processed_rows"], {"temperature": 0, "presence_penalty": -0.5}),
+    (["processed_rows"], {"temperature": 0, "frequency_penalty": 1e-30}),
+    (["processed_rows"], {"temperature": 0, "dry_multiplier": 0.8}),
+    (["processed_rows"], {"top_k": 1}),
+    (["processed_rows"], {"top_k": 64, "min_p": 0.1, "xtc_probability": 0.5}),
+    (["processed_rows", "vocabulary_rows"], {}),
+    (["processed_rows", "vocabulary_rows"], {"temperature": 1e-30}),
+    (["processed_rows", "vocabulary_rows"], {"min_p": 0.9, "epsilon_cutoff": 0.1}),
+    ([*REPLAY_LISTS], {"top_k": 65}),
+]
+
+
+@pytest.mark.parametrize(("needed", "row"), TO_PROCESS)
+@needs_1_32
+def test_a_step_needs_no_more_than_its_rows(needed: list[str], row: dict[str, Any]) -> None:
+    """Each list that is given needlessly changes nothing, and each that lacks ends the row."""
+    face = Interface(1000, (), features=Features(filters=ALL_FILTERS), captured=True)
+    logits = np.random.default_rng(0).normal(size=(3, 1000)).astype(np.float32) * 3
+    whole = make_inputs(face, 3, **row)
+    wanted = sampler(face)(logits, whole)
+    assert wanted["status_RetainedState"].tolist() == [0, 0, 0]
+    none = {name: np.zeros(0, np.int64) for name in REPLAY_LISTS}
+    for count in range(len(REPLAY_LISTS) + 1):
+        given = {name: whole[name] for name in REPLAY_LISTS[:count]}
+        got = sampler(face)(logits, whole | none | given)
+        if len(given) < len(needed):
+            assert got["status_RetainedState"].tolist() == [INVALID_LOGITS] * 3
+            assert (got["lengths_RetainedState"] == whole["lengths"]).all()
+            assert (got["tokens_RetainedState"] == whole["tokens"]).all()
+            assert not got["output_counts_RetainedState"].any()
+        else:
+            assert (got["next_ids"] == wanted["next_ids"]).all()
+            assert (got["tokens_RetainedState"] == wanted["tokens_RetainedState"]).all()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from qsample.sampler.pools import Candidates, Pool, Vocabulary
-from qsample.sampler.search import Search
+from qsample.sampler.replay_draw import FlatVocabulary, SmallTopK
+from qsample.sampler.search import PivotSearch, SortedSearch
 from qsample.sampler.tensor import INT64, Tensor, Tensors, constant
 from tests.helpers.computed import computed
 
@@ -41,12 +42,18 @@ def ask_both(
 
     def candidates(x: Tensor) -> Tensors:
         ones = constant(np.ones((len(order), 1), bool))
-        pool = Candidates(x, constant(order), ones, constant(np.zeros((len(order), 1), np.float32)))
+        ids, whole = constant(order), constant(np.zeros((len(order), 1), np.float32))
+        pool = SmallTopK(x, ids, is_whole=True) if captured else Candidates(x, ids, ones, whole)
         return function(pool, lambda array: constant(np.take_along_axis(array, order, 1)))
 
     def vocabulary(x: Tensor) -> Tensors:
-        search = Search(constant(np.arange(len(order))) if captured else None)
-        pool = Vocabulary(x, constant(np.ones((len(order), 1), bool)), search, replayed=captured)
+        searched = constant(np.ones((len(order), 1), bool))
+        pool: Vocabulary
+        if captured:
+            search = SortedSearch(constant(np.arange(len(order))), for_webgpu=False)
+            pool = FlatVocabulary(x, searched, search, for_webgpu=False)
+        else:
+            pool = Vocabulary(x, searched, PivotSearch())
         return function(pool, lambda array: constant(array.reshape(blocks)))
 
     floor = np.maximum(np.take_along_axis(x, order, 1), np.float32(-3e38))
@@ -223,7 +230,7 @@ def test_a_draw_from_many_tokens_is_off_by_less_than_a_grain_of_u() -> None:
     uniform = (rng.integers(0, 2**24, (draws, 1)) / 2**24).astype(np.float32)
 
     def function(x: Tensor, uniform: Tensor) -> Tensor:
-        pool = Vocabulary(x, x.max(-1, keep=False) > 0, Search(None), replayed=False)
+        pool = Vocabulary(x, x.max(-1, keep=False) > 0, PivotSearch())
         pool._weights = x
         return pool.draw(uniform)
 

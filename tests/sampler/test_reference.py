@@ -107,9 +107,10 @@ def test_dry(text: str, changes: dict[str, Any], penalties: dict[str, float]) ->
 )
 def test_rows_to_search(needed: bool, parameters: dict[str, float]) -> None:
     assert needs_search({**OFF, **parameters}) == needed
-    face = interface(4, Features(filters=("typical_p",)))
+    face = interface(100, Features(filters=("typical_p",)))
     inputs = make_inputs(face, **parameters) | {"searched_rows": np.empty(0, np.int64)}
-    out = reference_step(LOGITS[None], inputs, pad_token_id=9)
+    logits = np.pad(LOGITS, (0, 96), constant_values=-30)
+    out = reference_step(logits[None], inputs, pad_token_id=9)
     assert out["status_RetainedState"] == (3 if needed else 0)
     assert (out["next_ids"] == 9) == (out["lengths_RetainedState"] == 0) == needed
 

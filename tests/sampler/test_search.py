@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.sampler.search import EVERYTHING, Search, WeightedKeys
+from qsample.sampler.search import (
+    EVERYTHING,
+    NOTHING,
+    PivotSearch,
+    Search,
+    SortedSearch,
+    WeightedKeys,
+)
 from qsample.sampler.tensor import Tensor
 from tests.helpers.computed import computed
 from tests.helpers.reference_filters import survivors
@@ -65,6 +72,11 @@ def threshold_of(keys: Array, weights: Array, wanted: Array) -> tuple[Array, Arr
     return np.array(found), np.array(close)
 
 
+def search_of(listed: object, rows: Tensor, *, for_webgpu: bool = False) -> Search:
+    """The search with control flow if nothing is listed, else that of a graph for replay."""
+    return PivotSearch() if listed is None else SortedSearch(rows, for_webgpu=for_webgpu)
+
+
 @pytest.mark.parametrize("listed", [None, [5, 0, 3, 3, 2, 1, 6, 7, 4]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_by_weight(kind: str, listed: list[int] | None) -> None:
@@ -80,9 +92,8 @@ def test_by_weight(kind: str, listed: list[int] | None) -> None:
     def find(
         keys: Tensor, weights: Tensor, share: Tensor, lowest: Tensor, searched: Tensor, rows: Tensor
     ) -> Tensor:
-        search = Search(None if listed is None else rows)
         weighted = WeightedKeys(keys, weights, lowest, share * 0.0)
-        return search.by_weight(weighted, share, searched)
+        return search_of(listed, rows).by_weight(weighted, share, searched)
 
     given = (
         in_blocks(x),
@@ -99,8 +110,6 @@ def test_by_weight(kind: str, listed: list[int] | None) -> None:
     )
     for row in np.flatnonzero(searched):
         differ = ((x[row] >= got[row]) != (x[row] >= wanted[row])) & (weights[row] > 0)
-        # Without control flow, keys closer than this are tied.
-        differ &= (np.abs(x[row] - wanted[row]) > 2e-7 * temperature[row]) | (listed is None)
         assert not differ.any() or close[row] < 1e-7, (row, differ.sum(), close[row])
 
 
@@ -113,7 +122,7 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
     k = np.array([[1], [2], [65], [1000], [5000], [VOCAB - 1], [VOCAB], [VOCAB + 5]])
 
     def find(keys: Tensor, count: Tensor, searched: Tensor, rows: Tensor) -> Tensor:
-        return Search(None if listed is None else rows).by_count(keys, count, searched)
+        return search_of(listed, rows).by_count(keys, count, searched)
 
     (got,) = computed(
         find, in_blocks(x), k.astype(np.float32), np.ones((ROWS, 1), bool), np.array(listed or [0])
@@ -126,15 +135,16 @@ def test_by_count(kind: str, listed: list[int] | None) -> None:
         assert not differ.any(), (row, got[row], wanted)
 
 
+@pytest.mark.parametrize("for_webgpu", [False, True])
 @pytest.mark.parametrize("listed", [[], [2, 0], [3, 1, 3]])
-def test_rows_that_are_not_listed_pass_everything(listed: list[int]) -> None:
+def test_nothing_passes_in_rows_that_should_be_listed(listed: list[int], for_webgpu: bool) -> None:
     """Without listed rows, the graph may skip the search. A listed row need not be searched."""
     keys = np.tile(-np.arange(320.0, dtype=np.float32), (4, 1))
     keys = np.random.default_rng(3).permuted(keys, axis=1)
     searched = np.array([[True], [True], [True], [False]])
 
     def find(keys: Tensor, searched: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        search = Search(rows, skipped=True)
+        search = search_of(listed, rows, for_webgpu=for_webgpu)
         weighted = WeightedKeys(keys, keys * 0.0 + 1.0, share * 0.0 - 400.0, share * 0.0)
         # 10 % of 320 equal weights, and the 100 largest keys.
         by_count = search.by_count(keys, share * 1000.0, searched)
@@ -142,10 +152,11 @@ def test_rows_that_are_not_listed_pass_everything(listed: list[int]) -> None:
 
     share = np.full((4, 1), 0.1, np.float32)
     by_weight, by_count = computed(find, in_blocks(keys), searched, share, np.array(listed, int))
-    found = np.isin(np.arange(4), listed) & searched[:, 0]
-    everything = np.float32(EVERYTHING)
-    assert by_weight[:, 0].tolist() == np.where(found, -31, everything).tolist()
-    assert by_count[:, 0].tolist() == np.where(found, -99, everything).tolist()
+    found = np.isin(np.arange(4), listed)
+    others = np.where(searched[:, 0], np.float32(NOTHING), np.float32(EVERYTHING))
+    for got, threshold in ((by_weight, -31), (by_count, -99)):
+        wanted = np.where(found & searched[:, 0], threshold, others)
+        assert got[:, 0].tolist() == wanted.tolist()
 
 
 def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
@@ -159,14 +170,19 @@ def test_a_nucleus_that_ends_exactly_at_its_weight() -> None:
     def find(keys: Tensor, weights: Tensor, share: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         weighted = WeightedKeys(keys, weights, share * 0.0 - 400.0, share * 0.0)
         return tuple(
-            search.by_weight(weighted, share, share > 0) for search in (Search(None), Search(rows))
+            search.by_weight(weighted, share, share > 0)
+            for search in (
+                PivotSearch(),
+                SortedSearch(rows, for_webgpu=False),
+                SortedSearch(rows, for_webgpu=True),
+            )
         )
 
     for share, least in ((0.5, 0.0), (np.nextafter(np.float32(0.5), np.float32(1)), -0.5)):
         given = in_blocks(keys), in_blocks(weights), np.float32([[share]]), np.array([0])
         assert [(keys >= got).sum() for got in computed(find, *given)] == [
             (keys >= least).sum()
-        ] * 2
+        ] * 3
 
 
 @pytest.mark.parametrize(

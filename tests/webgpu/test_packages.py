@@ -60,13 +60,14 @@ def test_nothing_but_tokens_crosses_to_the_host(compiled: Compiled, tmp_path: Pa
     given = package.manifest.compilation.provider_options
     session = open_session(package.path / "decoder.onnx", options, [WEBGPU], given)
     sizes: dict[str, int] = {**package.interface.sizes, **dict.fromkeys(HOST_AXES, 1)}
-    sizes |= {"B": 2, "S": 1, "T": 32, "R": 1}
+    sizes |= {"B": 2, "S": 1, "T": 32, "R": 1, "R.processed": 2, "R.vocabulary": 2}
     spec = package.interface.decoder
     feeds = {
         one.name: np.full(one.shape(sizes), one.off or 0, one.dtype)
         for one in (*spec.inputs, *spec.states)
     }
     feeds |= {"input_lengths": np.ones(2, np.int32), "temperature": np.ones(2, np.float32)}
+    feeds |= {name: np.arange(2) for name in ("processed_rows", "vocabulary_rows")}
     session.run(None, feeds)
     events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
     copies = [
@@ -85,7 +86,6 @@ def test_the_cache_is_updated_in_place_and_grows(compiled: Compiled) -> None:
     sessions = open_sessions(read_package(compiled()))
     for capacity in (16, 40):
         stepper = Stepper(sessions, 1, capacity)
-        stepper.write("searched_rows", 0)
         for step in range(2):
             stepper.write("input_ids", [[7 + step]])
             stepper.run()

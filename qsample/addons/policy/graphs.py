@@ -16,10 +16,11 @@ import onnx_ir as ir
 
 from qsample.addons.policy.uniforms import uniforms
 from qsample.contract.interface import GraphSpec, Interface
-from qsample.contract.tensors import CANDIDATES, NOISE_STREAM, SEARCHED_ROWS, VOCAB, TensorSpec
+from qsample.contract.tensors import CANDIDATES, NOISE_STREAM, REPLAY_ROWS, VOCAB, TensorSpec
 from qsample.sampler.build import finished, new_graph, set_outputs
 from qsample.sampler.call import DrawCall, Uniforms
 from qsample.sampler.draw import draw
+from qsample.sampler.replay_draw import draw_processed
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
@@ -106,11 +107,12 @@ class _PolicyCall(DrawCall):
         temperature = where(inputs["top_k"].equals(1), 0.0, inputs["temperature"])
         read = {**inputs, "temperature": temperature, "top_k": top_k}
         if interface.captured:
-            # Without control flow, all rows are searched: the host does not name those that need
-            # it.
+            # Without control flow, nothing is left out: the host does not say what its rows need.
             rows = op("Range", 0, op("Squeeze", size(inputs["counter"], 0)), 1)
-            read[SEARCHED_ROWS.name] = rows
-        super().__init__(interface, read, running=enabled, sampling=enabled)
+            read |= {spec.name: rows for spec in REPLAY_ROWS}
+        super().__init__(interface, read)
+        self.running = enabled
+        self.sampling = enabled
 
     def uniforms(self) -> Uniforms:
         """Number `counter` of each row's seed, computed once, for all branches of the draw."""
@@ -148,12 +150,21 @@ def build_token_sampler(
         logits = inputs["logits"]
         if positions:
             logits = op("Gather", logits, np.array(-1), axis=1)
-        drawn = draw(call, logits, CANDIDATES)
-        token = where(drawn.emitted, drawn.token.squeeze(), NO_TOKEN)
+        token, emitted = _drawn(call, logits)
+        token = where(emitted, token.squeeze(), NO_TOKEN)
         counter = inputs["counter"] + call.running.to(INT64)
         tensors = {"token": token, "next_counter": counter}
         set_outputs(graph, interface, spec.outputs, tensors)
     return finished(graph)
+
+
+def _drawn(call: _PolicyCall, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row, [B, 1] int64, and whether it counts, [B] bool."""
+    if call.captured:
+        processed = draw_processed(call, logits, CANDIDATES)
+        return processed.token, call.sampling & processed.is_valid.squeeze()
+    drawn = draw(call, logits, CANDIDATES)
+    return drawn.token, drawn.emitted
 
 
 def build_termination() -> ir.Model:

@@ -11,9 +11,10 @@ from typing import Final
 
 import numpy as np
 import onnx_ir as ir
-
 from qsample.graph.edit import cast, initializer, insert, put_behind, replace_node
 
+# What onnx-ir's own names of new nodes and values begin with.
+_NEW: Final = ("node_", "val_")
 _BOOL: Final = (ir.DataType.BOOL,)
 _INTEGERS: Final = (ir.DataType.INT32, ir.DataType.INT64)
 # Operator → the types that its WebGPU kernels lack (onnxruntime-ep-webgpu 0.4.0, int64 enabled), and its data inputs:
@@ -23,6 +24,7 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
     "Expand": (_BOOL, 0),
     "Gather": (_BOOL, 0),
     "GatherElements": ((*_BOOL, *_INTEGERS), 0),
+    "Identity": ((*_BOOL, ir.DataType.INT64), 0),
     "ReduceMax": ((*_BOOL, ir.DataType.INT64), 0),
     "ReduceMin": ((*_BOOL, ir.DataType.INT64), 0),
     "Reshape": (_BOOL, 0),
@@ -46,7 +48,19 @@ def ids_as_floats(model: ir.Model) -> bool:
             modified |= _shape_of_float(node)
         elif node.op_type in _LACKING and not node.domain:
             modified |= _in_float32(node)
+    if modified:
+        _name_apart(model)
     return modified
+
+
+def _name_apart(model: ir.Model) -> None:
+    """Give new nodes and values of graphs inside the graph names that no other graph has. They are numbered in each
+    graph anew, and a provider would take them for those of the same name."""
+    for number, part in enumerate(model.graph.subgraphs()):
+        for node in part:
+            for named in (node, *node.outputs):
+                if str(named.name).startswith(_NEW):
+                    named.name = f"{part.name}_{number}.{named.name}"
 
 
 def _broadcast(node: ir.Node) -> bool:

@@ -12,18 +12,16 @@ from qsample.contract.interface import Interface
 from qsample.contract.tensors import (
     BAD_WORD_LENGTH,
     BATCH,
-    CANDIDATES,
     HOST_AXES,
     INPUT_IDS,
     INPUT_LENGTHS,
     PHILOX_UNIFORM_SCALE,
-    SEARCHED,
-    SEARCHED_ROWS,
     SEQUENCE,
     Axis,
 )
 from qsample.ort.buffers import Buffer
 from qsample.ort.rounding import RowCounts
+from qsample.runtime.decode.replay_rows import ReplayRows
 
 # Philox4x32-10.
 _LOW_WORD_MASK: Final = np.uint64(0xFFFFFFFF)
@@ -33,9 +31,6 @@ _PHILOX_WEYL_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS: Final = 10
 # A step over fewer columns than this takes no noticeable time.
 _MIN_COLUMNS_TO_NARROW: Final = 256
-# The filters that may keep more tokens than the candidates. 1 switches them off.
-_NUCLEUS_FILTERS: Final = ("top_p", "typical_p")
-_SEARCH_PARAMETERS: Final = ("temperature", "top_k", *_NUCLEUS_FILTERS)
 
 
 class ParameterRows:
@@ -45,7 +40,7 @@ class ParameterRows:
         buffers: the buffers by name, of the parameter's dtype, [B]; or [B, N] and [B, Q, L] if a row
             has several values. The widest row decides N, Q and L. The columns that a row lacks are
             off. They come after its values, but before them along BAD_WORD_LENGTH.
-        searched: the rows whose parameters need a search.
+        replay: what the rows need of a captured graph.
     """
 
     def __init__(
@@ -64,7 +59,7 @@ class ParameterRows:
             sizes: the size of every named axis.
             device: the device of the buffers.
             narrow: whether columns are given up when no row needs them. Each step reads all columns.
-            needed: whether the graph takes no empty list of searched rows.
+            needed: whether the graph takes no empty list of rows.
         """
         self._specs = {spec.name: spec for spec in interface.parameters}
         self._off = {
@@ -75,13 +70,13 @@ class ParameterRows:
         self._narrow = narrow
         # The number of columns that each row needs along each axis.
         self._widths = {axis: [1] * self._sizes[BATCH] for axis in HOST_AXES}
-        self.searched = SearchedRows(interface, self._sizes[BATCH], device, needed=needed)
+        self.replay = ReplayRows(interface, self._sizes[BATCH], device, needed=needed)
         self.buffers = {name: Buffer.of(self._all_off(name), device) for name in self._specs}
 
     def set(self, row: int, parameters: Mapping[str, Array]) -> bool:
         """Replace a row of some parameters, and return whether a buffer was replaced. parameters: the
         values by name, each a scalar, [n], or [q, l]."""
-        self.searched.set(row, parameters)
+        self.replay.set(row, parameters)
         is_resized = False
         for name, values in parameters.items():
             shape = np.shape(values)
@@ -99,7 +94,7 @@ class ParameterRows:
 
     def clear(self, row: int) -> None:
         """Turn all parameters of a row off."""
-        self.searched.set(row, self._off)
+        self.replay.clear(row)
         for name, off in self._off.items():
             self.buffers[name].write_at(row, off)
         for widths in self._widths.values():
@@ -107,7 +102,7 @@ class ParameterRows:
 
     def swap_rows(self, one: int, other: int) -> None:
         """Swap two rows; only on the CPU."""
-        self.searched.swap_rows(one, other)
+        self.replay.swap_rows(one, other)
         for buffer in self.buffers.values():
             buffer.swap_rows(one, other)
         for widths in self._widths.values():
@@ -162,95 +157,6 @@ def _columns(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[slice, ...]:
         slice(-size, None) if axis == BAD_WORD_LENGTH else slice(size)
         for axis, size in zip(axes, shape, strict=True)
     )
-
-
-class SearchedRows:
-    """The rows of a batch whose filters may keep more tokens than the candidates; none if the graph
-    takes no list.
-
-    A captured graph has to search these rows, and their parameters tell them before a step. A search
-    costs in proportion to the rows in its list, and each length of the list is a separate captured
-    graph. So the list of a batch is padded to a power of two.
-    """
-
-    def __init__(
-        self, interface: Interface, count: int, device: str, *, needed: bool = True
-    ) -> None:
-        """Begin with all parameters off.
-
-        Args:
-            interface: the interface of the package.
-            count: the number of rows of the batch.
-            device: the device of the list.
-            needed: whether the graph takes no empty list.
-        """
-        # The parameters of each row by name; none if the graph takes no list.
-        self._values: dict[str, Array] = {}
-        if interface.captured:
-            for spec in interface.parameters:
-                if spec.name in _SEARCH_PARAMETERS:
-                    self._values[spec.name] = np.full(count, spec.off, spec.dtype)
-        self._count = count
-        # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-        self._default = [0] if needed and interface.captured else []
-        self._batch_list = Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device)
-        self._prompt_list = Buffer.allocate(SEARCHED_ROWS, {SEARCHED: count}, device)
-        self._batch_rows: list[int] = []  # the rows in `_batch_list`
-        self._empty_list = self._batch_list.reshaped(0)
-
-    def set(self, row: int, parameters: Mapping[str, Array]) -> None:
-        """Note parameters of a row. Parameters that make no difference to the list are ignored."""
-        for name, values in self._values.items():
-            if name in parameters:
-                values[row] = parameters[name]
-
-    def swap_rows(self, one: int, other: int) -> None:
-        """Swap two rows."""
-        for values in self._values.values():
-            values[[one, other]] = values[[other, one]]
-
-    @property
-    def size(self) -> int:
-        """The length of the list of the whole batch: 0, a power of two, or all rows."""
-        if not self._values:
-            return 0
-        return self._padded_size(len(self._searched_rows(range(self._count))))
-
-    def of_batch(self) -> Buffer:
-        """The list of the whole batch, [size] int64, in memory that stays. Padding repeats a row."""
-        if not self._values:
-            return self._empty_list
-        rows = self._searched_rows(range(self._count))
-        padding = self._padded_size(len(rows)) - len(rows)
-        rows += rows[:1] * padding
-        if rows != self._batch_rows:
-            self._batch_list.write_at(slice(len(rows)), rows)
-            self._batch_rows = rows
-        return self._batch_list.reshaped(len(rows))
-
-    def of_rows(self, rows: range) -> Buffer:
-        """The list of only some rows, counted from 0; all such lists share the memory."""
-        chosen = self._searched_rows(rows)
-        if chosen:
-            self._prompt_list.write_at(slice(len(chosen)), chosen)
-        return self._prompt_list.reshaped(len(chosen))
-
-    def _padded_size(self, rows: int) -> int:
-        """The length of the list of the whole batch that has `rows` rows without padding."""
-        return min(1 << (rows - 1).bit_length(), self._count) if rows > 0 else 0
-
-    def _searched_rows(self, rows: range) -> list[int]:
-        """The rows to search, counted from the first of `rows`. A greedy row draws nothing, and the
-        tokens that a small top-k keeps are among the candidates."""
-        if not self._values:
-            return []
-        part = {name: values[rows.start : rows.stop] for name, values in self._values.items()}
-        filters = [part[name] < 1 for name in _NUCLEUS_FILTERS if name in part]
-        has_nucleus = np.any(filters, axis=0)
-        top_k = part["top_k"]
-        exceeds_candidates = (top_k > CANDIDATES) | (has_nucleus & (top_k <= 0))
-        is_random = part["temperature"] > 0
-        return np.flatnonzero(is_random & exceeds_candidates).tolist() or list(self._default)
 
 
 class PromptInputs:

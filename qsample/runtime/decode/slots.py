@@ -36,7 +36,6 @@ from qsample.contract.tensors import (
     SCORED,
     SCORED_IDS,
     SCORED_PLACES,
-    SEARCHED_ROWS,
     SPECULATION_INPUTS,
     STATUS,
     STOPPED,
@@ -363,8 +362,9 @@ class Slots:
             self._state[GRAMMAR_STATE.name].write_at(slot, self.grammars.start_state(slot))
         if self._drafts is not None:
             self._drafts.clear(slot)
-        self._write_history(slot, prompt[:reused])
+        self._write_history(slot, prompt, reused)
         self.set_parameters(slot, parameters)
+        self._parameters.replay.set_grammar(slot, grammar is not None)
 
     def copy(self, source: int, slot: int, prompt: Array, place: int | None = None) -> None:
         """Copy the first tokens of a slot to another.
@@ -384,7 +384,7 @@ class Slots:
                 self._state[spec.name].copy_row(source, slot)
         if place is not None:
             self.saved.restore(place, slot)
-        self._write_history(slot, prompt)
+        self._write_history(slot, prompt, len(prompt))
 
     def load(self, slot: int, parts: abc.Sequence[PrefixPart]) -> None:
         """Write states from elsewhere to an idle slot, before `begin`. parts: the states of a
@@ -439,11 +439,13 @@ class Slots:
         """The number of tokens that the states of a slot follow."""
         return int(self._state[LENGTHS.name].read()[slot])
 
-    def _write_history(self, slot: int, tokens: Array) -> None:
-        """Write the tokens that the cache of a slot holds."""
-        self._state[LENGTHS.name].write_at(slot, len(tokens))
-        row = np.full(self.capacity, tokens[0] if len(tokens) > 0 else 0, TOKENS.dtype)
-        row[: len(tokens)] = tokens
+    def _write_history(self, slot: int, prompt: Array, reused: int) -> None:
+        """Write the tokens of a slot, of whose prompt the cache holds the first `reused`."""
+        # Graphs for replay record sampled tokens alone.
+        known = prompt if self._interface.captured else prompt[:reused]
+        self._state[LENGTHS.name].write_at(slot, reused)
+        row = np.full(self.capacity, known[0] if len(known) > 0 else 0, TOKENS.dtype)
+        row[: len(known)] = known
         self._state[TOKENS.name].write_at(slot, row)
 
     def set_parameters(self, slot: int, parameters: Mapping[str, Array]) -> None:
@@ -487,7 +489,8 @@ class Slots:
             for name, buffer in inputs.items():
                 graph.bind_input(name, buffer)
             if emit:
-                graph.bind_input(SEARCHED_ROWS.name, self._parameters.searched.of_rows(rows))
+                for name, buffer in self._parameters.replay.of_rows(rows).items():
+                    graph.bind_input(name, buffer)
         # Without parts, the next piece is written to the same memory. A sampler on the host writes the
         # lengths.
         wait = wait or not self._sessions.parts or self._sessions.sampler is not None
@@ -524,7 +527,7 @@ class Slots:
         }
         rows = range(slot, slot + 1)
         buffers = self._buffers_of_rows(rows, emit) | self._inputs_of_prompts([ids]) | outputs
-        buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_rows(rows)
+        buffers |= self._parameters.replay.of_rows(rows)
         places = scored.places.astype(SCORED_PLACES.dtype)
         buffers[SCORED_PLACES.name] = Buffer.of(places, self._device)
         buffers[SCORED_IDS.name] = Buffer.of(scored.ids.astype(SCORED_IDS.dtype), self._device)
@@ -546,7 +549,7 @@ class Slots:
         key = self._key(rows, self.step)
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
-        self._parameters.searched.of_batch()  # writes the list if it changed, while nothing runs
+        self._parameters.replay.of_batch()  # writes a list if it changed, while nothing runs
         wait = wait or bool(self._sessions.parts)  # a device reads what another one has written
         self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
         if self._drafts is not None:
@@ -569,7 +572,7 @@ class Slots:
         """Identifies the memory that `decode` is bound to after a step."""
         return (
             self._outputs.place(step),
-            self._parameters.searched.size,
+            self._parameters.replay.sizes,
             rows,
             self.adapters.key(rows),
         )
@@ -642,7 +645,7 @@ class Slots:
         batch[INPUT_LENGTHS.name] = self._ones
         batch[EMIT.name] = self._emit[True]
         buffers = rows_of(batch, rows)
-        buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_batch()
+        buffers |= self._parameters.replay.of_batch()
         buffers |= self.grammars.inputs
         buffers |= self.adapters.inputs(rows)
         buffers |= self._images.of_step(rows)
@@ -663,7 +666,7 @@ class Slots:
         buffers |= self._prompt_inputs.of_rows(count)
         status = self._prompt_status.rows(0, count)
         buffers[EMIT.name] = self._emit[emit].rows(0, count)
-        buffers[SEARCHED_ROWS.name] = self._parameters.searched.of_rows(range(0))
+        buffers |= self._parameters.replay.of_rows(range(0))
         buffers[STATUS.name] = status
         if not emit:
             buffers[retained_name(STATUS.name)] = status

@@ -1,5 +1,4 @@
-"""The rows that a captured graph searches, whose filters may keep more tokens than there are
-candidates; the memory for prompts; random numbers."""
+"""The memory for prompts; random numbers."""
 
 from __future__ import annotations
 
@@ -11,67 +10,13 @@ import onnxruntime as ort
 import pytest
 
 from qsample.contract.interface import Features, Interface
-from qsample.contract.tensors import BATCH, HOST_AXES, NOISE_STREAMS
+from qsample.contract.tensors import NOISE_STREAMS
 from qsample.exporters.portable import build_initial_state
 from qsample.ort.rounding import RowCounts
-from qsample.runtime.decode.inputs import ParameterRows, PromptInputs, SearchedRows, uniforms
+from qsample.runtime.decode.inputs import PromptInputs, uniforms
 from tests.helpers.reference import philox4x32, philox_uniforms
-from tests.sampler.test_draw import TO_SEARCH
 
 INTERFACE = Interface(1000, (), features=Features(filters=("typical_p",)), captured=True)
-
-
-def searched_rows(rows: SearchedRows, count: int) -> list[int]:
-    buffer = rows.of_rows(range(count))
-    return buffer.read()[: buffer.shape[0]].tolist()
-
-
-@pytest.mark.parametrize(("searched", "parameters"), TO_SEARCH)
-def test_rows_that_need_a_search(searched: bool, parameters: dict[str, float]) -> None:
-    """As in the graph."""
-    rows = SearchedRows(INTERFACE, 3, "cpu")
-    rows.set(1, {name: np.float32(value) for name, value in parameters.items()})
-    assert searched_rows(rows, 3) == ([1] if searched else [0])  # on the CPU a list has some row
-
-
-def test_a_graph_without_the_list_gets_an_empty_list() -> None:
-    rows = SearchedRows(Interface(1000, ()), 2, "cpu")
-    rows.set(1, {"top_p": np.array(0.5), "typical_p": np.array(0.5)})  # it lacks the second as well
-    assert searched_rows(rows, 2) == []
-    assert rows.size == 0
-
-
-def test_the_list_of_a_batch_has_a_length_that_is_a_power_of_two() -> None:
-    """A batch then needs few captures. A repeated row fills the list, and rows that leave shorten it."""
-    rows = SearchedRows(INTERFACE, 11, "cpu")
-    sizes = []
-    address = rows.of_batch().address
-    for slot in range(11):
-        rows.set(slot, {"top_p": np.array(0.9)})
-        buffer = rows.of_batch()
-        assert buffer.address == address  # which was captured
-        values = buffer.read()[: buffer.shape[0]]
-        assert set(values.tolist()) == set(range(slot + 1))
-        sizes.append(rows.size)
-        assert buffer.shape == (rows.size,)
-    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 11, 11, 11]
-    buffer.write_at(slice(1), [7])
-    assert rows.of_batch().read()[0] == 7, "an unchanged list is not written again"
-    for slot in range(3, 11):
-        rows.set(slot, {"top_p": np.array(1.0)})
-    assert rows.of_batch().read()[: rows.size].tolist() == [0, 1, 2, 0]
-    assert rows.of_rows(range(2, 5)).read()[:1].tolist() == [0]  # counted from the first of them
-
-
-def test_the_list_follows_rows_that_move_and_end() -> None:
-    sizes = {**INTERFACE.sizes, BATCH: 3, **dict.fromkeys(HOST_AXES, 1)}
-    rows = ParameterRows(INTERFACE, sizes, "cpu", narrow=True, needed=True)
-    for row in (1, 2):
-        rows.set(row, {"top_p": np.array(0.9, np.float32)})
-    rows.swap_rows(1, 0)
-    assert searched_rows(rows.searched, 3) == [0, 2]
-    rows.clear(0)
-    assert searched_rows(rows.searched, 3) == [2]
 
 
 @pytest.mark.parametrize("renewed", [False, True])

@@ -9,7 +9,7 @@ import pytest
 
 from qsample.contract.interface import Features, Interface
 from qsample.contract.tensors import BATCH, HOST_AXES
-from qsample.runtime.decode.inputs import ParameterRows, SearchedRows
+from qsample.runtime.decode.inputs import ParameterRows
 
 INTERFACE = Interface(1000, (), features=Features(filters=("bad_words_ids",), logit_bias=True))
 
@@ -129,14 +129,3 @@ def test_rows_move_with_their_columns() -> None:
     assert not rows.set(0, {"stop_ids": ints(5)})
     assert rows.set(2, {"stop_ids": ints(6)})
     assert values(rows, "stop_ids") == [[5], [-1], [6]]
-
-
-def test_no_list_is_needed_of_rows_that_are_not_searched() -> None:
-    captured = Interface(1000, (), captured=True)
-    rows = SearchedRows(captured, 2, "cpu", needed=False)
-    assert (rows.size, rows.of_batch().shape, rows.of_rows(range(2)).shape) == (0, (0,), (0,))
-    plain = SearchedRows(Interface(1000, ()), 2, "cpu")
-    assert plain.of_batch().shape == (0,)
-    needed = SearchedRows(captured, 2, "cpu")
-    assert (needed.size, needed.of_batch().shape) == (1, (1,))
-    assert needed.of_rows(range(1, 2)).shape == (1,)
