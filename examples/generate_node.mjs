@@ -30,8 +30,9 @@ const read = async name => JSON.parse(await readFile(join(folder, name), "utf8")
 const manifest = await read("qsample.json");
 const { interface: graph, token_ids, compilation, max_position_embeddings: limit } = manifest;
 const version = manifest.contract_version;
-if (!["2.0", "2.4"].includes(version)) fail(`the package follows contract ${version}, this program 2.0, and 2.4 for grammars`);
-// What else packages of 2.4 may have.
+const versions = { "2.0": "", "2.4": "for grammars", "2.5": "for captured graphs" };
+if (!(version in versions)) fail(`the package follows contract ${version}, this program ${Object.entries(versions).map(one => one.join(" ")).join(", ")}`);
+// What else packages of 2.4 and 2.5 may have.
 if (graph.image || graph.features.max_loras || graph.features.num_speculative_tokens) {
   fail("the package reads images, takes adapters or draws several tokens a step, which this program does not");
 }
@@ -76,6 +77,8 @@ if (given.grammar) {
 // 1. The starting state. Its outputs have the names of the decoder's inputs. An answer of a grammar begins in state 1.
 const states = await initialState.run({ seed, capacity: tensor("int64", [capacity], []) });
 if (given.grammar) states.grammar_state = tensor("int32", [1]);
+// A captured graph records sampled tokens alone. The unused tail has any token of the row.
+if (graph.captured) states.tokens = tensor("int32", [...ids, ...new Array(capacity - ids.length).fill(ids[0])], [1, capacity]);
 
 // 2. The sampling parameters, a value per row. What is not named here is off: with 0, or with -1 in place of tokens.
 const words = Math.ceil(graph.vocab_size / 32), stops = token_ids.eos.length ? token_ids.eos : [-1];
@@ -85,7 +88,9 @@ const parameters = {
   adaptive_target: tensor("float32", [-1]),
   repetition_penalty: tensor("float32", [1]), max_length: tensor("int32", [Math.min(capacity, longest)]),
   stop_ids: tensor("int32", stops, [1, stops.length]),
-  logit_bias: tensor("float32", [0], [1, 1]), emit: tensor("bool", [1]), searched_rows: tensor("int64", [0]),
+  logit_bias: tensor("float32", [0], [1, 1]), emit: tensor("bool", [1]),
+  // A captured graph leaves nothing out for the row.
+  processed_rows: tensor("int64", [0]), vocabulary_rows: tensor("int64", [0]), searched_rows: tensor("int64", [0]),
   allowed_tokens: tensor("int32", new Array(words).fill(-1), [1, words]),
   grammar_deadline: tensor("int32", [2 ** 31 - 1]), ...grammar, // and no limit to thoughts
 };

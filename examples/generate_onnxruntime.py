@@ -158,12 +158,22 @@ def main() -> None:
                 value.shape(), kind, args.provider
             )
             states[name].update_inplace(value)
+    if manifest["interface"].get("captured"):
+        # Such a graph records sampled tokens alone. The unused tail has any token of the row.
+        known = np.full((1, capacity), prompt[0, 0], np.int32)
+        known[:, :length] = prompt
+        states["tokens"].update_inplace(known)
     if args.grammar is not None:
         states["grammar_state"].update_inplace(np.int32([1]))  # the state in which an answer begins
 
     # 2. The sampling parameters, a value per row, which stay the same in all calls.
     stops = manifest["token_ids"]["eos"] or [-1]
-    beyond = args.top_k > 64 or (args.top_k <= 0 and args.top_p < 1)
+    # What a captured graph has to do for the row. Each list leaves a part of the graph out if it is empty; on the CPU,
+    # ONNX Runtime before 1.32 needs at least a single row.
+    whole = args.provider == "cpu"
+    processed = args.temperature > 0 or args.grammar is not None
+    beyond_candidates = args.temperature > 0 and not 0 < args.top_k <= 64
+    searched = beyond_candidates and (args.top_k > 64 or args.top_p < 1)
     parameters = {
         "temperature": np.float32([args.temperature]),
         "top_k": np.int32([args.top_k]),
@@ -175,9 +185,9 @@ def main() -> None:
         "min_length": np.int32([0]),
         "max_length": np.int32([max_length]),
         "stop_ids": np.int32([stops]),
-        # For a captured graph: the rows that may keep more than its 64 candidates. On the CPU, ONNX Runtime before 1.32
-        # needs at least a single row.
-        "searched_rows": np.int64([0] if beyond or args.provider == "cpu" else []),
+        "processed_rows": np.int64([0] if processed or whole else []),
+        "vocabulary_rows": np.int64([0] if beyond_candidates or whole else []),
+        "searched_rows": np.int64([0] if searched or whole else []),
         "emit": np.array([True]),
         # Optional features, off: no bias, every token allowed.
         "logit_bias_ids": np.int32([[-1]]),

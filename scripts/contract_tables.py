@@ -221,7 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "optional_inputs": optional_inputs,
     "extra_parameters": extra_parameters,
     "filters": filters,
-    "searched_rows": lambda: tensors((contract.SEARCHED_ROWS,)),
+    "replay_rows": lambda: tensors(contract.REPLAY_ROWS),
     "row_multiple": lambda: tensors((contract.ROW_MULTIPLE,)),
     "speculation": speculation,
     "adapters": adapters,

@@ -107,6 +107,7 @@ def module() -> str:
     tables: dict[str, tuple[str, Any]] = {
         "CONTRACT_VERSION": ("string", contract.CONTRACT_VERSION),
         "GRAMMARS_VERSION": ("string", contract.GRAMMARS_VERSION),
+        "REPLAY_VERSION": ("string", contract.REPLAY_VERSION),
         "STATUS_NAMES": (
             "readonly string[]",
             [name for _, name in sorted(contract.STATUS_NAMES.items())],

@@ -237,6 +237,14 @@ ADJUST: Final = [
         idle=("allowed_tokens",),
     ),
     Draft(
+        "a row of NaN that is searched: a sort may put NaN behind the padding of the vocabulary",
+        {"temperature": 1.0, "top_p": 0.9},
+        vocab=36,
+        special=dict.fromkeys(range(36), _NAN),
+        steps=1,
+        idle=("top_p",),
+    ),
+    Draft(
         "and a row without a token that is left",
         {"allowed_tokens": [0b100000]},
         special={5: -_INF},

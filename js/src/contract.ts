@@ -21,6 +21,7 @@ export interface NumberSpec {
 
 export const CONTRACT_VERSION: string = "2.0";
 export const GRAMMARS_VERSION: string = "2.4";
+export const REPLAY_VERSION: string = "2.5";
 export const STATUS_NAMES: readonly string[] = ["running", "stop", "length", "invalid"];
 export const RUNNING: number = 0;
 export const STOPPED: number = 1;

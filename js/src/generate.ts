@@ -190,6 +190,7 @@ export async function* generateRows(engine: Engine, rows: readonly Row[], option
       const own = await engine.memory.start([seed], capacity, widths);
       alone.push(own);
       if (one.row.grammar) own.begin(0, startStates[place]);
+      if (manifest.interface.captured) own.record([prompt]); // such a graph records sampled tokens alone
       const parameters = parametersOf([one.row]);
       for (let start = 0; start < prompt.length; ) {
         const end = Math.min(prompt.length, start + (start < LATE ? PIECE : LATE_PIECE));

@@ -1,5 +1,5 @@
 // qsample.json as typed data: as much of it as a host needs, checked.
-import { CONTRACT_VERSION, EXTRA_PARAMETERS, GRAMMARS_VERSION } from "./contract.js";
+import { CONTRACT_VERSION, EXTRA_PARAMETERS, GRAMMARS_VERSION, REPLAY_VERSION } from "./contract.js";
 import { PackageError, shown } from "./errors.js";
 
 export interface Features {
@@ -37,8 +37,8 @@ export interface Manifest {
 export const MANIFEST = "qsample.json";
 export const LARGEST_MANIFEST = 1 << 23; // bytes; a model of a hundred layers needs 50 kB
 // Not 2.1, of packages with speculation or adapters, 2.2, of packages that read images, or 2.3, of packages with
-// other caches: this host has none of these. Packages of 2.4 may have them besides grammars.
-const VERSIONS = [CONTRACT_VERSION, GRAMMARS_VERSION];
+// other caches: this host has none of these. Packages of 2.4 and 2.5 may have them besides.
+const VERSIONS = [CONTRACT_VERSION, GRAMMARS_VERSION, REPLAY_VERSION];
 
 /** The content of qsample.json. `where`: of the package, for messages. */
 export function parseManifest(text: string, where: string): Manifest {
@@ -94,6 +94,9 @@ function lackingPart(data: any): string | undefined {
       "reads images, and this version of qsample runs packages that read text; export its language model alone " +
       "(qsample export --text-only), and compile that"
     );
+  }
+  if (graph?.captured && VERSIONS.includes(version) && version !== REPLAY_VERSION) {
+    return `was compiled by an older qsample: its graph for replay follows decode contract ${version}; compile it again`;
   }
   const caches: unknown = graph?.key_values;
   const hasWindow = Array.isArray(caches) && caches.some((cache) => cache?.capacity != null);

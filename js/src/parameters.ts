@@ -136,20 +136,54 @@ export function parameterTensor(ort: Ort, spec: TensorSpec, rows: readonly Row[]
 export function parameterTensors(ort: Ort, manifest: Manifest, rows: readonly Row[]): Tensors {
   const tensors: Tensors = {};
   for (const spec of parameterSpecs(manifest)) tensors[spec.name] = parameterTensor(ort, spec, rows);
-  if (manifest.interface.captured) {
-    const searched = rows.flatMap(({ values }, place) => (needsSearch(values) ? [BigInt(place)] : []));
-    tensors.searched_rows = new ort.Tensor("int64", BigInt64Array.from(searched), [searched.length]);
-  }
-  return tensors;
+  return manifest.interface.captured ? { ...tensors, ...replayLists(ort, manifest, rows) } : tensors;
 }
 
 export function seedTensor(ort: Ort, rows: readonly { seed: bigint }[]): Tensor {
   return new ort.Tensor("int64", BigInt64Array.from(rows, ({ seed }) => seed), [rows.length]);
 }
 
-/** Whether the filters of a row may keep more tokens than a graph for replay has candidates. */
-function needsSearch(values: Row["values"]): boolean {
-  const [temperature, topK, topP, typical] = ["temperature", "top_k", "top_p", "typical_p"].map((name) => (values[name] ?? 1) as number);
-  return temperature > 0 && (topK > CANDIDATES || (topK === 0 && (topP < 1 || typical < 1)));
+/** The rows that a graph for replay does more for: an empty list leaves a part of it out. */
+function replayLists(ort: Ort, manifest: Manifest, rows: readonly Row[]): Tensors {
+  const parts = rows.map((row) => neededPart(manifest, row));
+  const listed = (chosen: readonly number[]): Tensor =>
+    new ort.Tensor("int64", BigInt64Array.from(chosen, BigInt), [chosen.length]);
+  const everyRow = rows.map((_, place) => place);
+  // The first two lists have all rows or none.
+  const allIf = (part: number): Tensor => listed(parts.some((needed) => needed >= part) ? everyRow : []);
+  return {
+    processed_rows: allIf(PROCESSED),
+    vocabulary_rows: allIf(VOCABULARY),
+    searched_rows: listed(everyRow.filter((place) => parts[place] >= SEARCHED)),
+  };
 }
+
+// The parts of a graph for replay; each needs those before it.
+const PLAIN = 0;
+const PROCESSED = 1;
+const VOCABULARY = 2;
+const SEARCHED = 3;
+
+// A row with any of these does not take the largest of the model's logits.
+const CHANGE_LOGITS = [
+  "repetition_penalty", "presence_penalty", "frequency_penalty", "min_length", "logit_bias_ids", "allowed_tokens",
+  "bad_words_ids", "no_repeat_ngram_size", "dry_multiplier",
+];
+
+/** The last part that a row needs. */
+function neededPart(manifest: Manifest, { values, grammar }: Row): number {
+  const number = (name: string): number => (values[name] ?? 1) as number;
+  if (number("temperature") === 0) {
+    const specs = parameterSpecs(manifest).filter(({ name }) => CHANGE_LOGITS.includes(name));
+    const isChanged = specs.some(({ name, off }) => numbersOf(values[name]).some((value) => value !== off));
+    return grammar !== null || isChanged ? PROCESSED : PLAIN;
+  }
+  const topK = number("top_k");
+  // The tokens that a small top-k keeps are among the candidates.
+  if (topK > 0 && topK <= CANDIDATES) return PROCESSED;
+  const hasNucleus = number("top_p") < 1 || number("typical_p") < 1;
+  return topK > 0 || hasNucleus ? SEARCHED : VOCABULARY;
+}
+
+const numbersOf = (value: Row["values"][string]): number[] => (typeof value === "number" ? [value] : Array.from(value as number[]).flat());
 

@@ -31,6 +31,8 @@ export interface States {
   readonly late: number;
   /** The new tokens of each row, from `positions` on, at most `count`; and the optional outputs. */
   read(positions: readonly number[], count: number, outputs: boolean): Promise<Snapshot>;
+  /** Write the tokens of each row. A graph for replay records sampled tokens alone. */
+  record(history: readonly (readonly number[])[]): void;
   /** Let a row's answer begin in a state of the bound grammars; before the first call. */
   begin(row: number, grammarState: number): void;
   /** Keep a row from advancing. */
@@ -166,6 +168,10 @@ class HostStates implements States {
       return Array.from(tokens.subarray(row * this.capacity + position, row * this.capacity + Math.max(position, end)));
     });
     return { status: status.slice(), tokens: news, outputs: outputs ? this.outputs.splice(0) : [] };
+  }
+
+  record(history: readonly (readonly number[])[]): void {
+    fillTokens(this.tensors.tokens.data as Int32Array, this.capacity, history);
   }
 
   begin(row: number, grammarState: number): void {
@@ -398,6 +404,12 @@ class GpuStates implements States {
     }
   }
 
+  record(history: readonly (readonly number[])[]): void {
+    const tokens = new Int32Array(history.length * this.capacity);
+    fillTokens(tokens, this.capacity, history);
+    this.memory.gpu.queue.writeBuffer(this.held.tokens.buffer, 0, tokens);
+  }
+
   begin(row: number, grammarState: number): void {
     this.memory.gpu.queue.writeBuffer(this.held.grammar_state.buffer, 4 * row, Int32Array.of(grammarState));
   }
@@ -417,13 +429,11 @@ class GpuStates implements States {
       const [short, long] = [old.bytes / blocks, into.bytes / blocks];
       for (let block = 0; block < blocks; block += 1) encoder.copyBufferToBuffer(old.buffer, block * short, into.buffer, block * long, short);
     }
-    const tokens = new Int32Array(history.length * capacity);
-    fillTokens(tokens, capacity, history);
-    gpu.queue.writeBuffer(fresh.tokens.buffer, 0, tokens);
     gpu.queue.submit([encoder.finish()]);
     for (const { buffer } of Object.values(this.held)) buffer.destroy();
     this.held = fresh;
     this.capacity = capacity;
+    this.record(history);
     this.makeTurns();
   }
 

@@ -415,8 +415,8 @@ class Interface:
         dtype: The dtype of the model, from MODEL_DTYPES.
         features: The options of the export.
         kv_cache_dtype: The dtype of keys and values, from KV_CACHE_DTYPES; None for the model's.
-        captured: Whether the decode graph can be captured and replayed: it has no control flow, but
-            an input `searched_rows`.
+        captured: Whether the decode graph is for replay: it has no control flow, but the inputs
+            `REPLAY_ROWS`.
         recurrent: An entry for each state of a recurrent or convolutional layer, in layer order.
         adapters: The layers that LoRA adapters may change; none without `features.max_loras`.
         image: How images enter the decoder; None for packages that read only text.

@@ -513,7 +513,8 @@ TOKENS = TensorSpec(
     "tokens",
     "int32",
     (BATCH, CAPACITY),
-    "prompt, then sampled tokens; the unused tail repeats the row's first token",
+    "prompt, then sampled tokens; the unused tail repeats a token of the row, the first except in "
+    "graphs for replay",
 )
 OUTPUT_COUNTS = TensorSpec(
     "output_counts", "float32", (BATCH, VOCAB), "how often each token was sampled"

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from qsample.contract.interface import Interface
 from qsample.contract.storage import stored
-from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS
+from qsample.contract.tensors import CONTRACT_VERSION, CONTRACT_VERSIONS, REPLAY_VERSION
 from qsample.errors import PackageError
 from qsample.package.codec import DecodeError, decode, encode, place_of, shown_key
 from qsample.package.disk.untrusted import colliding_name, parse_json, problem_of_name
@@ -270,6 +270,13 @@ def _check_versions(data: Mapping[str, Any]) -> None:
         raise PackageError(
             f"the package's graphs follow decode contract {shown_key(contract)} and this qsample runs "
             f"{', '.join(CONTRACT_VERSIONS)}; {advice}"
+        )
+    graphs = data.get("interface")
+    is_replayed = isinstance(graphs, Mapping) and graphs.get("captured") is True
+    if is_replayed and _numbers(contract) < _numbers(REPLAY_VERSION):
+        raise PackageError(
+            f"the package's graph for replay follows decode contract {contract} and this qsample replays graphs of "
+            f"{REPLAY_VERSION}; make the package again: {_commands_of(data)}"
         )
 
 

@@ -173,7 +173,9 @@ def _penalized(call: StepCall, values: Tensor, ids: Tensor, newest: Tensor | Non
     repetition, presence, frequency = call.columns(*_PENALTIES)
     counts = call.counts(ids)
     if newest is not None:
-        newest_counts = newest.gather(minimum(ids.to(INT64), size(newest, 1) - 1))
+        # A graph with control flow has a single column of them if no row needs the counts.
+        newest_ids = ids if call.captured else minimum(ids, size(newest, 1) - 1)
+        newest_counts = newest.gather(newest_ids)
         is_on = call["penalty_last_n"].unsqueeze() >= 0
         repetition = where(is_on & newest_counts.equals(0.0), 1.0, repetition)
         counts = where(is_on, newest_counts, counts)

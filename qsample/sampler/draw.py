@@ -242,7 +242,9 @@ class PoolDraws(ABC):
         # A pool's sums do not depend on the batch; a sum over [B, V] would.
         probs = pool.weights / pool.row(pool.sum(pool.weights))
         if isinstance(pool, Candidates):
-            return _no_probs(self._call, self._greedy).scatter(pool.ids, probs)
+            # ONNX Runtime 1.31 sorts NaN behind the padding of the vocabulary, whose ids are no ids.
+            ids = minimum(pool.ids, self._call.vocab - 1)
+            return _no_probs(self._call, self._greedy).scatter(ids, probs)
         return blocks.joined(probs).columns(0, self._call.vocab)
 
     def _apply(self, steps: Sequence[Filter], pool: Pool) -> None:

@@ -279,8 +279,9 @@ def test_the_graphs_of_a_package() -> None:
     assert plain.initial_state.outputs == plain.decoder.states
     captured = interface(captured=True, features=Features(grammars=True))
     place = len(captured.parameters)
-    assert captured.decoder.inputs[3 + place] is tensors.SEARCHED_ROWS
-    assert captured.decoder.inputs[4 + place :] == captured.grammar_tables
+    assert captured.decoder.inputs[3 + place : 6 + place] == tensors.REPLAY_ROWS
+    assert captured.decoder.inputs[6 + place :] == captured.grammar_tables
+    assert (captured.contract_version, plain.contract_version) == ("2.5", "2.0")
 
 
 def test_results_of_a_graph() -> None:

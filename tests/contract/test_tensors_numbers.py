@@ -22,7 +22,8 @@ NUMBERS = {
     "IMAGES_VERSION": "2.2",
     "CACHES_VERSION": "2.3",
     "GRAMMARS_VERSION": "2.4",
-    "CONTRACT_VERSIONS": ("2.0", "2.1", "2.2", "2.3", "2.4"),
+    "REPLAY_VERSION": "2.5",
+    "CONTRACT_VERSIONS": ("2.0", "2.1", "2.2", "2.3", "2.4", "2.5"),
     # Random numbers
     "PHILOX_UNIFORM_SCALE": 1 / 16777216,
     "NOISE_STREAM": 0,

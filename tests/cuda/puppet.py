@@ -181,7 +181,12 @@ class Session(Original):  # type: ignore[misc]
         if self.twin is None:
             return super().run(names, feeds, run_options)
         self._run_device(lambda: super(Session, self).run(names, feeds, run_options))
-        return self.twin.run(names, feeds)
+        lists = {
+            name: _ROWS[: _least(name, len(feeds["status"]))] for name in _LISTS if name in feeds
+        }
+        return self.twin.run(
+            names, feeds | {name: rows for name, rows in lists.items() if not len(feeds[name])}
+        )
 
     def run_with_iobinding(self, binding: Any, run_options: Any = None) -> None:
         if self.twin is None:
@@ -225,9 +230,7 @@ class Session(Original):  # type: ignore[misc]
         twin = self.twin.io_binding()
         for name, (kind, shape, address, _) in inputs.items():
             if name in _LISTS and shape == (0,):
-                # On the CPU, ONNX Runtime before 1.32 gives reductions over no rows a wrong shape.
-                (rows,) = inputs["status"][1]
-                shape, address = (1 if name == "searched_rows" else rows,), _ROWS.ctypes.data
+                shape, address = (_least(name, *inputs["status"][1]),), _ROWS.ctypes.data
             twin.bind_input(name, "cpu", 0, kind, shape, address)
         for name, bound in outputs.items():
             if bound is None:
@@ -242,6 +245,12 @@ class Session(Original):  # type: ignore[misc]
                 binding.computed[name] = ort.OrtValue.ortvalue_from_numpy(
                     np.array(value.numpy()), "cuda"
                 )
+
+
+def _least(name: str, rows: int) -> int:
+    """The length of a list that is not empty: on the CPU, ONNX Runtime before 1.32 gives reductions over no rows a
+    wrong shape."""
+    return 1 if name == "searched_rows" else rows
 
 
 def _graph_number(run_options: Any) -> int:

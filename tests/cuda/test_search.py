@@ -43,7 +43,7 @@ def test_rows_are_searched(package: Path, trace: Trace) -> None:
 def test_kernels_of_a_search_are_launched_where_rows_are_listed(
     package: Path, trace: Trace
 ) -> None:
-    """docs/devices.md gives this count; over empty tensors CUDA would refuse a launch."""
+    """In all, tests/cuda/test_sampler_kernels.py counts; over empty tensors CUDA would refuse a launch."""
     kernels = []
     for params in (WIDE[3:], WIDE):
         trace.clear()
@@ -52,7 +52,7 @@ def test_kernels_of_a_search_are_launched_where_rows_are_listed(
         kernels.append(trace.captured_kernels() // 2)
         assert not trace.problems()
         assert not trace.captured_reads_of_the_host()
-    assert 140 < kernels[1] - kernels[0] < 180
+    assert 20 < kernels[1] - kernels[0] < 80
 
 
 def test_the_self_test_replays(package: Path) -> None:

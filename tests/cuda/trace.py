@@ -40,6 +40,19 @@ class Trace:
         """Kernels of all captures."""
         return sum(call.startswith("kernel") for call in self.calls(" CAPTURED"))
 
+    def captured_launches(self) -> int:
+        """Kernels of all captures, and reductions by cuDNN, whose kernels are not known by name."""
+        captured, launches = False, 0
+        for call in self.calls():
+            if call.startswith(("BEGIN-CAPTURE", "END-CAPTURE")):
+                captured = call.startswith("BEGIN")
+            launches += captured and call.startswith("cudnnReduceTensor")
+        return launches + self.captured_kernels()
+
+    def captured_copies(self) -> int:
+        """Copies and memsets of all captures."""
+        return sum(call.startswith(("copy", "memset")) for call in self.calls(" CAPTURED"))
+
     def captured_reads_of_the_host(self) -> list[str]:
         """Copies from the host's memory that each replay would repeat."""
         return [call for call in self.calls(" CAPTURED") if _HOST.match(call)]

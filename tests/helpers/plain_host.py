@@ -1,4 +1,4 @@
-"""A host that knows docs/contract.md up to 2.4 and ONNX Runtime, and nothing of the project's code."""
+"""A host that knows docs/contract.md up to 2.5 and ONNX Runtime, and nothing of the project's code."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ OFF_FOR_SERVING: dict[str, tuple[float, type]] = {
     "penalty_last_n": (-1, np.int32),
     "grammar_deadline": (2**31 - 1, np.int32),
 }
+# What a graph for replay may leave out; nothing, if they have all rows.
+LISTS = ("processed_rows", "vocabulary_rows", "searched_rows")
 State = dict[str, np.ndarray]
 
 
@@ -83,8 +85,10 @@ class PlainHost:
         }
         feed |= {
             "allowed_tokens": np.full((rows, words), -1, np.int32),
-            "searched_rows": np.arange(rows),
+            **dict.fromkeys(LISTS, np.arange(rows)),
         }
+        if self.manifest["interface"].get("captured"):
+            state = state | {"tokens": self._with_inputs(state, ids, lengths)}
         feed |= no_grammar(self.manifest["interface"]["vocab_size"])
         feed |= {"input_ids": ids, "input_lengths": np.int32(lengths or [ids.shape[1]] * rows)}
         feed |= {name: np.asarray(value, feed[name].dtype) for name, value in given.items()} | state
@@ -92,6 +96,16 @@ class PlainHost:
             self._outputs, {name: feed[name] for name in feed if name in self._inputs} | scored
         )
         return dict(zip(self._outputs, values, strict=True))
+
+    def _with_inputs(self, state: State, ids: Any, lengths: list[int] | None) -> np.ndarray:
+        """The tokens of rows that run, with this call's inputs: a graph for replay does not record them."""
+        tokens = state["tokens"].copy()
+        for row, start in enumerate(state["lengths"]):
+            if state["status"][row] == 0:
+                count = ids.shape[1] if lengths is None else lengths[row]
+                tokens[row, start:] = ids[row, 0]
+                tokens[row, start : start + count] = ids[row, :count]
+        return tokens
 
     def after(self, state: State, outputs: State) -> State:
         """The state that the next call is given."""

@@ -9,7 +9,6 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from qsample.contract.interface import Features, Interface, KeyValueShape
-from qsample.contract.tensors import CONTRACT_VERSION
 from qsample.package.package import Manifest, Package, Source, TokenIds, read_package, write_package
 
 INTERFACE = Interface(
@@ -28,7 +27,6 @@ FILES = {
 def manifest(**changes: Any) -> Manifest:
     values: dict[str, Any] = {
         "kind": "portable",
-        "contract_version": CONTRACT_VERSION,
         "interface": INTERFACE,
         "source": Source(
             "some/model", None, "llama", "LlamaForCausalLM", {"model.safetensors": "ab" * 32}
@@ -38,7 +36,8 @@ def manifest(**changes: Any) -> Manifest:
         "max_position_embeddings": None,
         "parity": {"max_error": 1e-6, "rows": 3},
     }
-    return Manifest(**(values | changes))
+    values |= changes
+    return Manifest(**{"contract_version": values["interface"].contract_version, **values})
 
 
 def byte_tokenizer() -> Tokenizer:

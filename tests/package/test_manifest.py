@@ -131,7 +131,7 @@ def put(place: str, value: Any) -> Callable[[str], str]:
         (put("format_version", 0), "has format 0 .*; export it again"),
         (
             put("contract_version", "10.0"),
-            "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3, 2.4; upgrade qsample",
+            "contract 10.0 and .* runs 2.0, 2.1, 2.2, 2.3, 2.4, 2.5; upgrade qsample",
         ),
         (put("surprise", 1), "manifest in qsample.json .*: unknown surprise"),
         (put("source", GONE), "missing source"),
@@ -161,6 +161,22 @@ def test_wrong_manifest(change: Callable[[str], str], message: str, package: Pac
         read_package(package.path)
     assert str(package.path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.4"])
+def test_a_graph_for_replay_of_an_older_contract_is_compiled_again(
+    package: Package, version: str
+) -> None:
+    """It lacks inputs, and the host writes other states. Other graphs of that contract run as before."""
+    path = package.path / MANIFEST_NAME
+    changed = {**json.loads(path.read_text()), "contract_version": version}
+    path.write_text(json.dumps(changed))
+    assert read_package(package.path).manifest.contract_version == version
+    changed["interface"]["captured"] = True
+    path.write_text(json.dumps(changed))
+    wanted = rf"graph for replay follows decode contract {version} and .* replays graphs of 2\.5; make the package again"
+    with pytest.raises(PackageError, match=wanted):
+        read_package(package.path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +212,7 @@ def test_a_package_of_an_older_contract_says_what_makes_it_again(
     with pytest.raises(PackageError) as caught:
         read_package(package.path)
     start = (
-        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3, 2.4; make the "
+        "the package's graphs follow decode contract 1.0 and this qsample runs 2.0, 2.1, 2.2, 2.3, 2.4, 2.5; make the "
         "package again: "
     )
     assert str(caught.value).startswith(f"{package.path}: {start}{commands}")

@@ -71,6 +71,6 @@ def test_importing_the_runtime_loads_nothing_heavy_and_a_module_of_it_not_the_ot
     )
     assert result.stdout.splitlines() == [
         "[]",
-        "['qsample.runtime.decode', 'qsample.runtime.decode.inputs']",
+        "['qsample.runtime.decode', 'qsample.runtime.decode.inputs', 'qsample.runtime.decode.replay_rows']",
         "True True",
     ]

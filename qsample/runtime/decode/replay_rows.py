@@ -111,18 +111,26 @@ class ReplayRows:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The lengths of the lists of the whole batch, in the order of `REPLAY_ROWS`."""
+        if not self._off:
+            return 0, 0, 0
         rows = range(self._count)
         return (*self._switches(rows), self._padded_size(len(self._searched_rows(rows))))
 
     def of_batch(self) -> dict[str, Buffer]:
-        """The lists of the whole batch by name. Padding repeats a searched row."""
-        every_row = range(self._count)
-        rows = self._searched_rows(every_row)
+        """The lists of the whole batch by name, see `write`."""
+        self.write()
+        return self._lists(range(self._count), self._searched.reshaped(len(self._written)))
+
+    def write(self) -> None:
+        """Write the list of the searched rows of the whole batch, if it has changed. Padding
+        repeats a row."""
+        if not self._off:
+            return
+        rows = self._searched_rows(range(self._count))
         rows += rows[:1] * (self._padded_size(len(rows)) - len(rows))
         if rows != self._written:
             self._searched.write_at(slice(len(rows)), rows)
             self._written = rows
-        return self._lists(every_row, self._searched.reshaped(len(rows)))
 
     def of_rows(self, rows: range) -> dict[str, Buffer]:
         """The lists of only some rows, counted from 0, by name; all such lists share the memory."""

@@ -488,9 +488,8 @@ class Slots:
         for graph in graphs:
             for name, buffer in inputs.items():
                 graph.bind_input(name, buffer)
-            if emit:
-                for name, buffer in self._parameters.replay.of_rows(rows).items():
-                    graph.bind_input(name, buffer)
+        if emit:
+            self._bind_lists(graphs, rows)
         # Without parts, the next piece is written to the same memory. A sampler on the host writes the
         # lengths.
         wait = wait or not self._sessions.parts or self._sessions.sampler is not None
@@ -549,9 +548,12 @@ class Slots:
         key = self._key(rows, self.step)
         if key not in self._bound and self._sessions.replays is not None:
             self.prepare()
-        self._parameters.replay.of_batch()  # writes a list if it changed, while nothing runs
+        self._parameters.replay.write()  # while nothing runs
         wait = wait or bool(self._sessions.parts)  # a device reads what another one has written
-        self._run(self._graphs(key, partial(self._bind_batch, rows)), rows, wait=wait)
+        graphs = self._graphs(key, partial(self._bind_batch, rows))
+        if len(rows) < self._rows:
+            self._bind_lists(graphs, rows)
+        self._run(graphs, rows, wait=wait)
         if self._drafts is not None:
             self._drafts.count(self._state.side, self._outputs.of(self.step + 1), rows)
         self._state.flip(rows if len(rows) < self._rows else None)
@@ -650,6 +652,14 @@ class Slots:
         buffers |= self.adapters.inputs(rows)
         buffers |= self._images.of_step(rows)
         return self._bind(buffers, captured=True)
+
+    def _bind_lists(self, graphs: _Graphs, rows: range) -> None:
+        """Let a call that is not replayed read what its rows need of a graph for replay."""
+        if not self._interface.captured:
+            return
+        for name, buffer in self._parameters.replay.of_rows(rows).items():
+            for graph in graphs:
+                graph.bind_input(name, buffer)
 
     def _bind_rows(self, rows: range, emit: bool) -> _Graphs:
         """Bind the graphs for pieces of the prompts of some rows."""
