@@ -307,17 +307,16 @@ _RMS_NORMS: Final = ("SimplifiedLayerNormalization", "RMSNormalization")
 
 
 class _Norm(NamedTuple):
-    """An RMS norm over each head of `source`, [B, S, heads * D]."""
+    """An RMS norm over D of `heads`, [B, S, heads, D]."""
 
-    source: ir.Value
+    heads: ir.Value
     weight: ir.Value
     epsilon: float
 
 
 def absorb_qk_norms(model: ir.Model) -> bool:
-    """Give each GroupQueryAttention the RMS norms, over whole heads with one epsilon, before its queries and keys,
-    between reshapes that split and merge the heads. It has to rotate by itself (`absorb_rope`): it norms before, as
-    models do."""
+    """Give each GroupQueryAttention the RMS norms, over whole heads with one epsilon, before a reshape merges the heads
+    of its queries and keys. It has to rotate by itself (`absorb_rope`): it norms before, as models do."""
     modified = False
     for node in attentions(model.graph):
         query = _norm(node.inputs[Slot.QUERY])
@@ -329,7 +328,9 @@ def absorb_qk_norms(model: ir.Model) -> bool:
             or node.attributes.get_int("do_rotary", 0) == 0
         ):
             continue
-        set_inputs(node, {Slot.QUERY: query.source, Slot.KEY: key.source})
+        set_inputs(
+            node, {Slot.QUERY: _merged(node, query.heads), Slot.KEY: _merged(node, key.heads)}
+        )
         set_inputs(node, {Slot.Q_NORM_WEIGHT: query.weight, Slot.K_NORM_WEIGHT: key.weight})
         node.attributes["qk_norm_epsilon"] = ir.AttrFloat32("qk_norm_epsilon", query.epsilon)
         modified = True
@@ -337,7 +338,7 @@ def absorb_qk_norms(model: ir.Model) -> bool:
 
 
 def _norm(value: ir.Value | None) -> _Norm | None:
-    """The norm of the heads that `value` merges again, if that is how it was made."""
+    """The norm of the heads that `value` merges, if that is how it was made."""
     merge = _reshape(value)
     norm = None if merge is None else producer(merge.inputs[0])
     if (
@@ -346,17 +347,24 @@ def _norm(value: ir.Value | None) -> _Norm | None:
         or norm.attributes.get_int("axis", -1) not in (-1, 3)
     ):
         return None
-    split = _reshape(norm.inputs[0])
-    weight = norm.inputs[1]
-    if split is None or split.inputs[0] is None or weight is None or weight.shape is None:
+    heads, weight = norm.inputs[:2]
+    if heads is None or heads.shape is None or weight is None or weight.shape is None:
         return None
-    heads = norm.outputs[0].shape
-    whole = heads is not None and len(heads) == 4 and list(weight.shape) == [heads[3]]
-    return (
-        _Norm(split.inputs[0], weight, norm.attributes.get_float("epsilon", 1e-5))
-        if whole
-        else None
-    )
+    if len(heads.shape) != 4 or list(weight.shape) != [heads.shape[3]]:
+        return None
+    return _Norm(heads, weight, norm.attributes.get_float("epsilon", 1e-5))
+
+
+def _merged(before: ir.Node, heads: ir.Value) -> ir.Value:
+    """[B, S, heads * D] from `heads` [B, S, heads, D]: what a reshape split into them, or else a reshape of them."""
+    split = _reshape(heads)
+    if split is not None and split.inputs[0] is not None:
+        return split.inputs[0]
+    assert heads.shape is not None
+    _, _, count, size = heads.shape
+    assert isinstance(count, int)
+    assert isinstance(size, int)
+    return reshape(before, heads, [0, 0, count * size])
 
 
 def _reshape(value: ir.Value | None) -> ir.Node | None:

@@ -8,7 +8,8 @@ kernels read the position of the cut on the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import onnx.defs
 import onnx_ir as ir
 
 from qsample.errors import CompileError
-from qsample.graph.edit import cast, constant, initializer, insert
+from qsample.graph.edit import cast, constant, initializer, insert, suffixed
 from qsample.graph.gqa import OP_TYPE as ATTENTION
 from qsample.graph.gqa import Slot, attentions, set_inputs
 from qsample.graph.operators import CONTRIB_DOMAIN
@@ -54,7 +55,7 @@ def host_arithmetic(graph: ir.Graph, more: Mapping[str, Collection[int]]) -> lis
     found = list[ir.Node]()
     waiting = [
         value.producer()
-        for node in graph
+        for node in graph.all_nodes()
         for index in {*_ON_HOST.get(node.op_type, ()), *more.get(node.op_type, ())}
         if index < len(node.inputs) and (value := node.inputs[index]) is not None
     ]
@@ -110,45 +111,85 @@ def remove_host_copies(model: ir.Model, limit: int) -> bool:
     return modified
 
 
+# The most parts along the last axis whose sizes CUDA's Split has among the arguments of its kernel. It copies the sizes
+# of more, unless they are equal, and those along any other axis from the host
+# (https://github.com/microsoft/onnxruntime/pull/32706).
+_MAX_SPLIT_PARTS: Final = 4
+
+
 def cut_splits(model: ir.Model) -> bool:
-    """Replace a Split into unequal parts by Slices and (as ONNX Runtime would make a Split of Slices alone) a Gather of
-    the smallest: CUDA's Split copies sizes from the host in each run, unless there are three along the last axis."""
+    """Replace Splits that would copy sizes from the host in each run: along the last axis by several Splits, along any
+    other by Slices and (as ONNX Runtime would make a Split of Slices alone) a Gather of the smallest part."""
     graph = model.graph
-    splits = [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]
     modified = False
-    for node in splits:
+    for node in [node for node in graph if node.op_type == "Split" and len(node.inputs) > 1]:
         source = node.inputs[0]
         sizes = constant(node.inputs[1])
-        axis = node.attributes.get_int("axis", 0)
-        rank = len(source.shape) if source is not None and source.shape is not None else None
-        if (
-            sizes is None
-            or len(set(sizes.tolist())) == 1
-            or (len(sizes) == 3 and axis in (-1, (rank or 0) - 1))
-        ):
+        if source is None or sizes is None or len(set(sizes.tolist())) == 1:
             continue
-        numbers = [0, *np.cumsum(sizes).tolist()]
-        gathered = min(range(len(sizes)), key=lambda index: (sizes[index] < 2, sizes[index]))
-        for index, (output, start, stop) in enumerate(
-            zip(list(node.outputs), numbers, numbers[1:], strict=False)
-        ):
-            name = f"{node.name}_{index}"
-            if index == gathered:
-                indices = initializer(graph, f"int64_{start}_to_{stop}", np.arange(start, stop))
-                part = ir.node("Gather", [source, indices], {"axis": axis}, name=name)
-            else:
-                bounds = [
-                    initializer(graph, f"int64_{number}", np.array([number]))
-                    for number in (start, stop, axis)
-                ]
-                part = ir.node("Slice", [source, *bounds], name=name)
-            part.outputs[0].shape = output.shape
-            part.outputs[0].type = output.type
-            graph.insert_before(node, part)
-            output.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
+        axis = node.attributes.get_int("axis", 0)
+        rank = len(source.shape) if source.shape is not None else None
+        if axis not in (-1, (rank or 0) - 1):
+            parts = _slices(node, source, sizes.tolist())
+        elif len(sizes) > _MAX_SPLIT_PARTS:
+            parts = _splits(node, source, sizes.tolist())
+        else:
+            continue
+        for output, part in zip(list(node.outputs), parts, strict=True):
+            part.shape = output.shape
+            part.type = output.type
+            output.replace_all_uses_with(part, replace_graph_outputs=True)
         graph.remove(node, safe=True)
         modified = True
     return modified
+
+
+def _splits(node: ir.Node, source: ir.Value, sizes: Sequence[int]) -> list[ir.Value]:
+    """The parts of `source`: each Split cuts the rest that the Split before it left."""
+    assert node.graph is not None
+    parts = list[ir.Value]()
+    rest = source
+    while sizes:
+        own = sizes if len(sizes) <= _MAX_SPLIT_PARTS else sizes[: _MAX_SPLIT_PARTS - 1]
+        sizes = sizes[len(own) :]
+        lengths = [*own, sum(sizes)] if sizes else own
+        name = f"sizes_{'_'.join(map(str, lengths))}"
+        inputs = [rest, initializer(node.graph, name, np.array(lengths, np.int64))]
+        split = ir.node(
+            "Split",
+            inputs,
+            {"axis": -1},
+            num_outputs=len(lengths),
+            name=suffixed(node, str(len(parts))),
+        )
+        node.graph.insert_before(node, split)
+        parts += split.outputs[: len(own)]
+        rest = split.outputs[-1]
+    return parts
+
+
+def _slices(node: ir.Node, source: ir.Value, sizes: Sequence[int]) -> list[ir.Value]:
+    """The parts of `source`: a Gather takes the smallest of several indices, and Slices take the rest."""
+    graph = node.graph
+    assert graph is not None
+    axis = node.attributes.get_int("axis", 0)
+    numbers = [0, *np.cumsum(sizes).tolist()]
+    gathered = min(range(len(sizes)), key=lambda index: (sizes[index] < 2, sizes[index]))
+    parts = list[ir.Value]()
+    for index, (start, stop) in enumerate(itertools.pairwise(numbers)):
+        name = f"{node.name}_{index}"
+        if index == gathered:
+            indices = initializer(graph, f"int64_{start}_to_{stop}", np.arange(start, stop))
+            part = ir.node("Gather", [source, indices], {"axis": axis}, name=name)
+        else:
+            bounds = [
+                initializer(graph, f"int64_{number}", np.array([number]))
+                for number in (start, stop, axis)
+            ]
+            part = ir.node("Slice", [source, *bounds], name=name)
+        graph.insert_before(node, part)
+        parts.append(part.outputs[0])
+    return parts
 
 
 def fix_total_length(model: ir.Model, capacity: int) -> bool:
@@ -171,7 +212,7 @@ def _host_values(graph: ir.Graph) -> _Host:
     """Shapes, and the values that are computed from them and constants alone, as ONNX Runtime places them: a node whose
     kernel for the device reads its input on the host runs on the device."""
     host = _Host(set(), set())
-    for node in graph:
+    for node in graph.all_nodes():
         on_host = _ON_HOST.get(node.op_type, ())
         computed = [
             (index, value)
@@ -214,11 +255,12 @@ def _number(before: ir.Node, value: ir.Value, limit: int) -> ir.Value:
     if not value.shape:
         start = insert(before, "Unsqueeze", [start, _int64(graph, 0)], [1])
     end = insert(before, "Add", [start, _int64(graph, 1)], [1])
-    numbers = initializer(graph, "numbers", np.arange(limit, dtype=np.int64))
+    dtype = np.dtype(np.int64) if value.dtype is None else value.dtype.numpy()
+    numbers = initializer(graph, f"numbers_{dtype}", np.arange(limit, dtype=dtype))
     number = insert(before, "Slice", [numbers, start, end], [1])
     if not value.shape:
         number = insert(before, "Squeeze", [number, _int64(graph, 0)], [])
-    return number if value.dtype is None else cast(number, value.dtype, before)
+    return number
 
 
 def _behind(value: ir.Value) -> ir.Node:

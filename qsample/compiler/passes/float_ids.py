@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 import onnx_ir as ir
+
 from qsample.graph.edit import cast, initializer, insert, put_behind, replace_node
 
 # What onnx-ir's own names of new nodes and values begin with.
@@ -58,9 +59,10 @@ def _name_apart(model: ir.Model) -> None:
     graph anew, and a provider would take them for those of the same name."""
     for number, part in enumerate(model.graph.subgraphs()):
         for node in part:
-            for named in (node, *node.outputs):
-                if str(named.name).startswith(_NEW):
-                    named.name = f"{part.name}_{number}.{named.name}"
+            named: list[ir.Node | ir.Value] = [node, *node.outputs]
+            for each in named:
+                if str(each.name).startswith(_NEW):
+                    each.name = f"{part.name}_{number}.{each.name}"
 
 
 def _broadcast(node: ir.Node) -> bool:

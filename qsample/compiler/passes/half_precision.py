@@ -2,12 +2,13 @@
 
 Values that depend on positions alone, above all a rotary embedding's angles, stay float32: half precision counts
 positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay,
-because their errors add up over all tokens. Norms keep their sums in float32 by themselves.
+because their errors add up over all tokens, and with them the other values between the products of the layer: they
+would be cast back and forth, a kernel each time. Norms keep their sums in float32 by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
 import onnx_ir as ir
@@ -43,6 +44,8 @@ _ELEMENTWISE: Final = (
     "Unsqueeze",
     "Where",
 )
+# The operators that may stand between the products of a recurrent layer.
+_BETWEEN_PRODUCTS: Final = (*_ELEMENTWISE, "SimplifiedLayerNormalization", "Split", "Transpose")
 
 
 def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> bool:
@@ -50,7 +53,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
 
     1. `model` ends with its logits. They stay float32.
     2. Values that the positions alone decide stay float32, and are cast for other nodes that read them.
-    3. So do recurrences, and the values that decide their states and decays.
+    3. So do recurrences, the values that decide their states and decays, and all between the products of their layers.
     4. Weights are converted in turn, when the model is saved.
     """
     half = ir.DataType(DTYPES[dtype].onnx)
@@ -142,29 +145,51 @@ def _exact_values(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
-    """The operators over float32 states, and the elementwise nodes that decide these states and their decays."""
+    """The operators over float32 states, the elementwise nodes that decide these states and their decays, and the nodes
+    between the products of their layers."""
     inputs = {
         value
         for value in graph.inputs
         if value.dtype == ir.DataType.FLOAT and value.name not in converted
     }
     found = [node for node in graph if is_contrib(node, *_RECURRENCES)]
-    waiting = [
+    deciding = [
         node.inputs[index]
         for node in found
         for index in _RECURRENCES[node.op_type]
         if index < len(node.inputs)
     ]
-    nodes = set(found)
     # The next state of a convolution is cut out by other nodes.
-    waiting += [output for output in graph.outputs if _comes_from(output, inputs)]
+    deciding += [output for output in graph.outputs if _comes_from(output, inputs)]
+    nodes = {*found, *_before(deciding, _ELEMENTWISE)}
+    after = _after(found)
+    read = [value for node in [*found, *after] for value in node.inputs]
+    nodes |= {*after, *_before(read, _BETWEEN_PRODUCTS)}
+    return [node for node in graph if node in nodes]
+
+
+def _before(values: Iterable[ir.Value | None], operators: Collection[str]) -> set[ir.Node]:
+    """The nodes that `values` come from, as far as they are of `operators`."""
+    nodes: set[ir.Node] = set()
+    waiting = list(values)
     while waiting:
-        value = waiting.pop()
-        node = producer(value)
-        if node is not None and node not in nodes and node.op_type in _ELEMENTWISE:
+        node = producer(waiting.pop())
+        if node is not None and node not in nodes and node.op_type in operators:
             nodes.add(node)
             waiting += node.inputs
-    return [node for node in graph if node in nodes]
+    return nodes
+
+
+def _after(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """The nodes that follow `nodes`, up to the next products."""
+    following: set[ir.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        for output in waiting.pop().outputs:
+            users = {user for user, _ in output.uses() if user.op_type in _BETWEEN_PRODUCTS}
+            waiting += users - following
+            following |= users
+    return following
 
 
 def _comes_from(value: ir.Value, inputs: Collection[ir.Value]) -> bool:

@@ -37,7 +37,8 @@ _POSITIONS: Final = (
 
 
 class _Rotation(NamedTuple):
-    """A rotation as in `fuse_rope`, of neighbours if `interleaved`."""
+    """A rotation as in `fuse_rope`, of neighbours if `interleaved`. cos and sin have an angle for each number of a head
+    or for each pair."""
 
     x: ir.Value
     cos: ir.Value
@@ -52,6 +53,8 @@ def fuse_rope(model: ir.Model) -> bool:
     2. turn(x) is (-b, a) for each pair (a, b) of x: neighbours, or numbers half a size apart.
     3. Positions alone decide cos and sin, and both of a pair have the same.
     4. If x is the first part of each head, and the rest is only appended to it, the node takes whole heads.
+    5. Halves that are rotated apart, (a * cos - b * sin, b * cos + a * sin), are a rotation too, with cos and sin
+       [B, 1, S, size / 2].
     """
     content = _content(model.graph)
     angles: dict[tuple[ir.Value, ir.Value, bool], list[ir.Value]] = {}
@@ -107,7 +110,9 @@ def _content(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotation | None:
-    """The rotation that `node` is the sum of."""
+    """The rotation that `node` is the sum of, or whose halves it puts together."""
+    if node.op_type == "Concat":
+        return _rotation_of_halves(node, content)
     if node.op_type != "Add":
         return None
     products = [_product(value, content) for value in node.inputs]
@@ -124,6 +129,34 @@ def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotati
     return None
 
 
+def _rotation_of_halves(node: ir.Node, content: set[ir.Value]) -> _Rotation | None:
+    """The rotation whose two halves `node`, a Concat, puts together."""
+    if len(node.inputs) != 2 or not _is_over_last_axis(node):
+        return None
+    first, second = map(producer, node.inputs)
+    if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
+        return None
+    minuend, subtrahend = (_product(value, content) for value in first.inputs)
+    if minuend is None or subtrahend is None:
+        return None
+    (a, cos), (b, sin) = minuend, subtrahend
+    if {_product(value, content) for value in second.inputs} != {(b, cos), (a, sin)}:
+        return None
+    split = producer(a)
+    if split is None or split.op_type != "Split" or list(split.outputs) != [a, b]:
+        return None
+    x = split.inputs[0]
+    if x is None or not _is_over_last_axis(split):
+        return None
+    fits = all(_fits(x, angles, of_pairs=True) for angles in (cos, sin))
+    return _Rotation(x, cos, sin, interleaved=False) if fits else None
+
+
+def _is_over_last_axis(node: ir.Node) -> bool:
+    """Whether a Concat or a Split of [B, heads, S, size] is over the numbers of each head."""
+    return node.attributes.get_int("axis", 0) in (-1, 3)
+
+
 def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, ir.Value] | None:
     """(states, angles) if `value` is their product."""
     node = producer(value)
@@ -135,16 +168,16 @@ def _product(value: ir.Value | None, content: set[ir.Value]) -> tuple[ir.Value, 
     return (first, second) if first in content else (second, first)
 
 
-def _fits(x: ir.Value, angles: ir.Value) -> bool:
-    """Whether the angles follow each row and position, for all heads."""
+def _fits(x: ir.Value, angles: ir.Value, *, of_pairs: bool = False) -> bool:
+    """Whether the angles follow each row and position, for all heads, with one for each number or pair of a head."""
     if x.shape is None or angles.shape is None or len(x.shape) != 4 or len(angles.shape) != 4:
         return False
     batch, heads, length, size = x.shape
-    known = (
-        isinstance(heads, int) and isinstance(size, int) and size % 2 == 0 and x.dtype is not None
-    )
+    if not isinstance(heads, int) or not isinstance(size, int) or size % 2 != 0 or x.dtype is None:
+        return False
     named = all(isinstance(dim, int) or dim.value in _TRIAL_SIZES for dim in (batch, length))
-    return known and named and list(angles.shape) == [batch, 1, length, size]
+    numbers = size // 2 if of_pairs else size
+    return named and list(angles.shape) == [batch, 1, length, numbers]
 
 
 def _is_interleaved(model: ir.Model, x: ir.Value, turned: ir.Value) -> bool | None:
@@ -237,7 +270,9 @@ def _angles(before: ir.Node, rotation: _Rotation) -> list[ir.Value]:
     rows = numbers(f"rows_{size // 2}", [-1, size // 2])
     tables = []
     for angles in (rotation.cos, rotation.sin):
-        half = insert(before, "Slice", [angles, *first_of_pairs], [batch, 1, length, size // 2])
+        half = angles
+        if angles.shape is not None and angles.shape[3] == size:
+            half = insert(before, "Slice", [angles, *first_of_pairs], [batch, 1, length, size // 2])
         tables.append(insert(before, "Reshape", [half, rows], [None, size // 2]))
     shape = insert(
         before, "Shape", [rotation.cos], [4]

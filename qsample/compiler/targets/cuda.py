@@ -20,6 +20,15 @@ from qsample.compiler.passes.capture import (
     remove_host_copies,
 )
 from qsample.compiler.passes.half_precision import HALF_DTYPES
+from qsample.compiler.passes.launches import (
+    choose_before_softmax,
+    fuse_decays,
+    fuse_gated_norms,
+    fuse_gated_sums,
+    index_by_int32,
+    look_up_one_hots,
+    merge_parts,
+)
 from qsample.compiler.pipeline import (
     DECODER,
     Build,
@@ -86,9 +95,16 @@ class CudaTarget(Target):
             *lean_phases("cuda", plan.ctx_len),
             graph_pass(absorb_qk_norms),
             graph_pass(pack_qkv),  # of the attentions whose norms stood in the way
+            graph_pass(choose_before_softmax),
             graph_pass(fix_total_length, capacity=plan.ctx_len),
             *half_phases(plan),
             *quantization_phases(plan, expert_block_sizes=_EXPERT_BLOCK_SIZES),
+            graph_pass(merge_parts),
+            graph_pass(fuse_gated_norms),
+            graph_pass(fuse_gated_sums),
+            graph_pass(fuse_decays),
+            graph_pass(look_up_one_hots),
+            graph_pass(index_by_int32),
             step(join_flat_sampler),
             graph_pass(cut_splits),
             # Numbers that come from shapes: the new tokens of a call, never more than the capacity.

@@ -203,7 +203,10 @@ decode (float[B,S,64] q, float[B,S,32] k, float[B,S,32] v, float[B,2,8,16] past_
         (query, key, v, past_key, past_value, seen, total, cos, sin)
 }
 """
-NORM_SHAPES = {"q_normed": ["B", "S", 4, 16], "k_normed": ["B", "S", 2, 16]}
+NORM_SHAPES = {
+    **{name: ["B", "S", 4, 16] for name in ("q_heads", "q_normed")},
+    **{name: ["B", "S", 2, 16] for name in ("k_heads", "k_normed")},
+}
 
 
 def test_both_norms_become_inputs_of_the_attention() -> None:
@@ -223,6 +226,20 @@ def test_both_norms_become_inputs_of_the_attention() -> None:
     )
     assert attention.attributes.get_float("qk_norm_epsilon", 0.0) == pytest.approx(0.001)
     assert not absorb_qk_norms(model)
+
+
+def test_heads_that_no_reshape_split_are_merged_before_the_attention() -> None:
+    """As in a model whose heads have a query and a gate side by side."""
+    text = NORMS.replace("float[B,S,64] q", "float[B,S,4,32] q").replace(
+        "q_heads = Reshape (q, heads)", "q_heads, gate = Split <axis = 3, num_outputs = 2> (q)"
+    )
+    model = small_graph(text, NORM_SHAPES)
+    assert apply(model, absorb_qk_norms)
+    assert operators(model) == ["Split", "Reshape", "GroupQueryAttention"]
+    _, merge, attention = model.graph
+    assert attention.inputs[Slot.QUERY] is merge.outputs[0]
+    assert list(merge.outputs[0].shape or ()) == ["B", "S", 64]
+    assert attention.inputs[Slot.KEY].name == "k"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,18 @@ NEIGHBOURS = """
     pairs = Concat <axis = -1> (minus_deep, even_deep)
     turned = Reshape (pairs, merged)
 """
+# Each half by itself, with an angle for each pair.
+APART = """
+    a, b = Split <axis = -1, num_outputs = 2> (x)
+    a_cos = Mul (a, cos)
+    b_sin = Mul (b, sin)
+    rotated_a = Sub (a_cos, b_sin)
+    b_cos = Mul (b, cos)
+    a_sin = Mul (a, sin)
+    rotated_b = Add (b_cos, a_sin)
+    rotated = Concat <axis = -1> (rotated_a, rotated_b)
+"""
+ONE_OF_A_PAIR = "both = Identity (frequency)"
 HALF_AND_HALF = "both = Concat <axis = -1> (frequency, frequency)"
 TWO_BY_TWO = """
     column = Unsqueeze (frequency, n_1)
@@ -68,11 +80,13 @@ decode (int64[B,S] input_ids, int32[B] lengths, float[B,4,S,%d] heads) => (float
     cos = Unsqueeze (cos3, n1)
     sin = Unsqueeze (sin3, n1)
     %s
+    %s
+}
+"""
+SUM = """
     straight = Mul (x, cos)
     crossed = Mul (turned, sin)
     rotated = Add (straight, crossed)
-    %s
-}
 """
 USED_AS_THEY_ARE = "positions_used = Identity (positions)"
 BY_TOKEN = "tokens = Cast <to = 6> (input_ids)\n positions_used = Add (positions, tokens)"
@@ -93,7 +107,9 @@ def graph(
     back: str = PUT_BACK,
 ) -> ir.Model:
     size = SIZE + REST if part else SIZE
-    parts = (PART if part else ALL, by, angles, turn, back if part else WHOLE)
+    apart = angles == ONE_OF_A_PAIR
+    rotation = turn if apart else turn + SUM
+    parts = (PART if part else ALL, by, angles, rotation, back if part else WHOLE)
     shapes: dict[str, list[int | str | None]] = {
         name: ["B", HEADS, "S", width]
         for name, width in {
@@ -104,7 +120,8 @@ def graph(
             "joined": size,
         }.items()
     }
-    shapes |= {name: ["B", 1, "S", SIZE] for name in ("cos", "sin")}
+    width = SIZE // 2 if apart else SIZE
+    shapes |= {name: ["B", 1, "S", width] for name in ("cos", "sin")}
     return small_graph(GRAPH % (size, size, *parts), shapes)
 
 
@@ -125,8 +142,8 @@ def output_of(model: ir.Model, starts: list[int], length: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("turn", "angles"),
-    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)],
-    ids=["halves", "neighbours"],
+    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO), (APART, ONE_OF_A_PAIR)],
+    ids=["halves", "neighbours", "halves apart"],
 )
 def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     halved = GRAPH.replace("float[B,4,S", "float16[B,4,S")
@@ -143,7 +160,7 @@ def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.Monke
                 if value.dtype == ir.DataType.FLOAT:
                     value.type = ir.TensorType(ir.DataType.FLOAT16)
     assert apply(models[1], fuse_rope)
-    assert "Neg" not in {node.op_type for node in models[1].graph}
+    assert {"Neg", "Sub"}.isdisjoint(node.op_type for node in models[1].graph)
     wanted, got = (output_of(model, [3, 9], 4) for model in models)
     np.testing.assert_allclose(got, wanted, atol=4e-3)
 
@@ -151,8 +168,8 @@ def test_a_rotation_in_float16(turn: str, angles: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize(
     ("turn", "angles"),
-    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO)],
-    ids=["halves", "neighbours"],
+    [(HALVES, HALF_AND_HALF), (NEIGHBOURS, TWO_BY_TWO), (APART, ONE_OF_A_PAIR)],
+    ids=["halves", "neighbours", "halves apart"],
 )
 def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None:
     plain, fused = graph(turn, angles, part=part), graph(turn, angles, part=part)
@@ -179,8 +196,25 @@ def test_a_rotation_becomes_one_node(turn: str, angles: str, part: bool) -> None
         (NEIGHBOURS, HALF_AND_HALF),
         (HALVES, HALF_AND_HALF, BY_TOKEN),
         (HALVES.replace("Slice (x, n8, n16", "Slice (x, n0, n8"),),
+        (APART.replace("Sub", "Add"), ONE_OF_A_PAIR),
+        (APART.replace("Mul (a, sin)", "Mul (b, sin)"), ONE_OF_A_PAIR),
+        (APART.replace("(rotated_a, rotated_b)", "(rotated_b, rotated_a)"), ONE_OF_A_PAIR),
+        (APART.replace("a, b = Split", "b, a = Split"), ONE_OF_A_PAIR),
+        (APART, ONE_OF_A_PAIR, BY_TOKEN),
     ],
-    ids=["reflected", "turned back", "other pairs", "other halves", "by token", "one half twice"],
+    ids=[
+        "reflected",
+        "turned back",
+        "other pairs",
+        "other halves",
+        "by token",
+        "one half twice",
+        "apart, reflected",
+        "apart, one half twice",
+        "apart, turned back",
+        "apart, the second half first",
+        "apart, by token",
+    ],
 )
 def test_what_is_no_rotation_stays(parts: tuple[str, ...]) -> None:
     model = graph(*parts)
@@ -338,6 +372,7 @@ def test_rotary_of_odd_sizes_stays(heads: int, rotated: int) -> None:
         ("glm", 1, 16),
         pytest.param("cohere", 1, 16, marks=pytest.mark.slow),
         ("llama", 0, 16),
+        ("gpt_oss", 0, 16),
     ],
 )
 def test_every_form_of_rotation_goes_into_the_attention(
