@@ -33,6 +33,9 @@ FLOOR: Final = -3e38
 # number of terms.
 ALIGNMENT: Final = 16
 _BEST_BLOCK_SIZE: Final = 128
+# The most numbers that WebGPU's TopK sorts in one dispatch; it sorts 8,192 in 93
+# (onnxruntime-ep-webgpu 0.4.0).
+_SORTED_AT_ONCE: Final = 2048
 # Up to this number, u * total < total holds in float32, too.
 LARGEST_UNIFORM: Final = 1.0 - 2.0**-24
 # Added to a number below 1 and subtracted again, it rounds the number to 8 bits.
@@ -126,20 +129,31 @@ def replayed_top_candidates(
     blocks: Blocks, count: int, *, for_webgpu: bool
 ) -> tuple[Tensor, Tensor]:
     """As `top_candidates`, without GatherND, which CUDA does not replay. for_webgpu: select from
-    blocks, of logits of at least `FLOOR`."""
+    blocks, of logits of at least `FLOOR`, at most 1024 of them."""
     if not for_webgpu:
         # CUDA selects from a whole row as fast as from parts of it.
         return top(joined(blocks.values), count)
     block_count = min(count, axis_size(blocks.values, 1))
-    _, chosen = top(maximum(blocks.maxima, FLOOR), block_count)
+    _, chosen = _top_of_parts(blocks.maxima, block_count)
     chosen, _ = top(chosen, block_count, largest=False)
     values = blocks.values
     first_of_row = op("Range", 0, op("Squeeze", size(values, 0)), 1) * axis_size(values, 1)
     all_blocks = values.reshape(-1, blocks.size)
     pool = joined(op("Gather", all_blocks, chosen + first_of_row.unsqueeze(), axis=0))
-    top_values, places = top(maximum(pool, FLOOR), count)
+    top_values, places = _top_of_parts(pool, count)
     rank = places / blocks.size
     return top_values, (chosen.gather(rank) - rank) * blocks.size + places
+
+
+def _top_of_parts(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of values, [B, n] float32, as `replayed_top_candidates` selects them: in blocks
+    again, if WebGPU would not sort n numbers in one dispatch."""
+    number = axis_size(values, 1)
+    if number <= _SORTED_AT_ONCE:
+        return top(maximum(values, FLOOR), count)
+    # So small that the chosen blocks are sorted at once.
+    in_blocks = split(values, number, _SORTED_AT_ONCE // count)
+    return replayed_top_candidates(in_blocks, count, for_webgpu=True)
 
 
 def take_blocks(values: Tensor, chosen: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from qsample.contract.interface import Interface
-from qsample.contract.tensors import REPLAY_ROWS, RUNNING, TensorSpec
+from qsample.contract.tensors import RUNNING, TensorSpec
 from qsample.sampler import blocks
 from qsample.sampler.blocks import Blocks
 from qsample.sampler.tensor import (
@@ -21,7 +21,6 @@ from qsample.sampler.tensor import (
     maximum,
     minimum,
     op,
-    operator,
     size,
     where,
 )
@@ -43,88 +42,6 @@ class Columns(Mapping[str, Tensor]):
             value = self._rows[name]
             self._columns[name] = value.unsqueeze() if len(value.shape) == 1 else value
         return self._columns[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-class Numbers:
-    """Numbers of each row side by side, so that one node serves all of them.
-
-    Attributes:
-        names: the names of the numbers.
-        values: [B, k] float32, in the order of the names.
-    """
-
-    def __init__(self, names: Sequence[str], values: Tensor) -> None:
-        self.names = names
-        self.values = values
-
-    @classmethod
-    def of(cls, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Numbers:
-        """The inputs `names`, [B] float32 each."""
-        return cls(names, concat(*(inputs[name].unsqueeze() for name in names)))
-
-    def rows(self, indices: Tensor) -> Numbers:
-        """The numbers of the rows at `indices`, [R] int64."""
-        return Numbers(self.names, self.values.rows(indices))
-
-    def separate(self, *, for_webgpu: bool) -> dict[str, Tensor]:
-        """Each number by its name, [B] float32. for_webgpu: one by one, because a kernel there
-        writes few tensors."""
-        count = len(self.names)
-        columns: Iterable[Tensor]
-        if for_webgpu:
-            columns = (self.values.columns(place, place + 1) for place in range(count))
-        else:
-            columns = operator("Split", self.values, axis=1, num_outputs=count, outputs=count)
-        return {name: column.squeeze() for name, column in zip(self.names, columns, strict=True)}
-
-
-class RowInputs(Mapping[str, Tensor]):
-    """The inputs of some rows by name. Inputs that all rows share are unchanged.
-
-    Attributes:
-        numbers: the numbers that were taken together; None without any.
-    """
-
-    def __init__(
-        self,
-        interface: Interface,
-        inputs: Mapping[str, Tensor],
-        rows: Tensor,
-        numbers: Numbers | None = None,
-        whole: Collection[str] = (),
-        *,
-        for_webgpu: bool,
-    ) -> None:
-        """Take the rows.
-
-        Args:
-            interface: the interface of the graph.
-            inputs: the inputs of all rows.
-            rows: [R] int64, the rows.
-            numbers: numbers of all rows that are taken together.
-            whole: the names of further inputs that stay unchanged.
-            for_webgpu: see `Numbers.separate`.
-        """
-        shared = {spec.name for spec in (*REPLAY_ROWS, *interface.grammar_tables)} | set(whole)
-        self.numbers = None if numbers is None else numbers.rows(rows)
-        together = {}
-        if self.numbers is not None:
-            together = self.numbers.separate(for_webgpu=for_webgpu)
-        self._rows = {
-            name: value if name in shared else value.rows(rows)
-            for name, value in inputs.items()
-            if name not in together
-        }
-        self._rows |= together
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._rows[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

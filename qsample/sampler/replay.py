@@ -32,21 +32,20 @@ from qsample.contract.tensors import (
     retained_name,
 )
 from qsample.sampler.adjust import adjusted_logits
-from qsample.sampler.call import Numbers, RowInputs, StepCall, count_up
+from qsample.sampler.call import StepCall, count_up
 from qsample.sampler.commit import filter_states, results
 from qsample.sampler.draw import Draw, Outcome, nothing_drawn
 from qsample.sampler.grammar import grammar_state
+from qsample.sampler.parts import Numbers, Part
 from qsample.sampler.replay_draw import draw_processed, likeliest
 from qsample.sampler.tensor import (
     FLOAT,
     INT32,
     INT64,
-    SLICE_END,
     Tensor,
     TensorRecord,
     concat,
     constant,
-    if_any,
     minimum,
     where,
 )
@@ -265,26 +264,14 @@ class _Step:
 
     def _processed(self, plain: _Choice) -> _Choice:
         """The choice of all rows, from that of plain rows."""
+        part = Part(self._call[PROCESSED_ROWS.name], for_webgpu=self._call.for_webgpu)
+        return part.run(lambda: self._process(plain, part), plain)
+
+    def _process(self, plain: _Choice, part: Part) -> _Choice:
+        """The choice of all rows. part: the processed rows."""
         call = self._call
-        rows = call[PROCESSED_ROWS.name]
-
-        def processed() -> _Choice:
-            return self._process(plain, rows)
-
-        return if_any(rows, processed, lambda: plain) if call.for_webgpu else processed()
-
-    def _process(self, plain: _Choice, rows: Tensor) -> _Choice:
-        """The choice of all rows. rows: [P] int64, all of them or none."""
-        call = self._call
-        inputs = RowInputs(
-            call.interface,
-            call.inputs,
-            rows,
-            self._numbers,
-            _READ_AT_PLACES,
-            for_webgpu=call.for_webgpu,
-        )
-        total = call.total.rows(rows)
+        inputs = part.inputs(call.interface, call.inputs, self._numbers, _READ_AT_PLACES)
+        total = part.take(call.total)
         of_rows = ReplayedCall(call.interface, inputs, total, for_webgpu=call.for_webgpu)
         adjusted = adjusted_logits(of_rows)
         drawn = draw_processed(of_rows, adjusted, self._num_candidates)
@@ -293,21 +280,11 @@ class _Step:
         parts = np.zeros((1, len(digits)), np.float32)
         parts[0, 0] = sum(digits)
         proofs = where(drawn.is_valid, constant(parts), 0.0)
-        reads_adjusted = plain.adjusted is not None
-        if call.for_webgpu:
-            # The list is not empty there, so it has every row.
-            others = plain.digits.columns(len(digits), SLICE_END)
-            return _Choice(
-                drawn.token,
-                concat(proofs, others),
-                drawn.outcome,
-                adjusted if reads_adjusted else None,
-            )
         return _Choice(
-            plain.token.with_rows(rows, drawn.token),
-            plain.digits.with_rows(rows, proofs),
-            plain.outcome.with_rows(rows, drawn.outcome),
-            plain.adjusted.with_rows(rows, adjusted) if plain.adjusted is not None else None,
+            part.put(plain.token, drawn.token),
+            part.put_first_columns(plain.digits, proofs),
+            part.put(plain.outcome, drawn.outcome),
+            part.put(plain.adjusted, adjusted) if plain.adjusted is not None else None,
         )
 
     def _case(self, digits: Tensor, token: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from typing import Final
 from qsample.contract.tensors import NOISE, SEARCHED_ROWS, VOCABULARY_ROWS
 from qsample.sampler import blocks
 from qsample.sampler.blocks import FLOOR, LARGEST_UNIFORM, Blocks, block_size
-from qsample.sampler.call import DrawCall, RowInputs, Uniforms
+from qsample.sampler.call import DrawCall, Uniforms
 from qsample.sampler.draw import Outcome, PoolDraws
 from qsample.sampler.filters import SharedNumbers
+from qsample.sampler.parts import Part
 from qsample.sampler.pools import WEIGHT_LIMIT, Candidates, Pool, Vocabulary
 from qsample.sampler.search import EVERYTHING, NOTHING, Search, SortedSearch
 from qsample.sampler.tensor import (
@@ -30,7 +31,6 @@ from qsample.sampler.tensor import (
     Tensor,
     TensorRecord,
     axis_size,
-    if_any,
     maximum,
     minimum,
     op,
@@ -169,12 +169,11 @@ class _CandidateDraws(_ReplayedDraws):
         self._apply(self._filters, pool)
         drawn = self._outcome_of(pool, pool.draw(self._uniform(NOISE)))
         drawn = replace(drawn, token=where(pool.is_settled, drawn.token, _UNDRAWN))
-        rows = self._call[VOCABULARY_ROWS.name]
-
-        def beyond() -> Outcome:
-            return _BeyondCandidates(self._call, self, rows).outcome(drawn)
-
-        return if_any(rows, beyond, lambda: drawn) if self._call.for_webgpu else beyond()
+        part = Part(self._call[VOCABULARY_ROWS.name], for_webgpu=self._call.for_webgpu)
+        return part.run(
+            lambda: _BeyondCandidates(self._call, self, part).outcome(drawn),
+            drawn,
+        )
 
     def _candidates(self) -> SmallTopK:
         """The K largest logits of each row."""
@@ -196,46 +195,42 @@ class _CandidateDraws(_ReplayedDraws):
 class _BeyondCandidates(_ReplayedDraws):
     """Draws from the whole vocabulary, of rows that the candidates do not settle."""
 
-    def __init__(self, call: DrawCall, draws: _CandidateDraws, rows: Tensor) -> None:
+    def __init__(self, call: DrawCall, draws: _CandidateDraws, part: Part) -> None:
         """Take the rows from those of the candidates.
 
         Args:
             call: the inputs of the processed rows.
             draws: the draws from their candidates.
-            rows: [U] int64, their numbers: all of them, or none.
+            part: the rows that draw from the vocabulary.
         """
-        super().__init__(
-            _OfRows(call, rows), draws.adjusted.rows(rows), draws.largest_logit.rows(rows)
-        )
-        self._rows = rows
-        self._shared = draws.shared.rows(rows)
+        adjusted = part.take(draws.adjusted)
+        super().__init__(_CallOfPart(call, part), adjusted, part.take(draws.largest_logit))
+        self._part = part
+        self._shared = part.take(draws.shared)
 
     def outcome(self, drawn: Outcome) -> Outcome:
         """The outcome of all processed rows. drawn: the outcome of the candidates."""
-        before = drawn.rows(self._rows)
+        before = self._part.take(drawn)
         is_drawn = before.token >= 0
         pool = self._vocabulary(self.is_random() & ~is_drawn)
         self._apply(self._filters, pool)
         found = self._outcome_of(pool, pool.draw(self._uniform(NOISE)))
         # Nothing is left in a row that needs a search and is not listed for it.
         token = where(pool.total() > 0, found.token, _UNDRAWN)
-        merged = before.where(is_drawn, replace(found, token=token))
-        # In a graph for WebGPU, the list is not empty here, so it has every row.
-        return merged if self._call.for_webgpu else drawn.with_rows(self._rows, merged)
+        return self._part.put(drawn, before.where(is_drawn, replace(found, token=token)))
 
 
-class _OfRows(DrawCall):
-    """The inputs of some rows of a call."""
+class _CallOfPart(DrawCall):
+    """A call with the inputs of a part's rows."""
 
-    def __init__(self, call: DrawCall, rows: Tensor) -> None:
-        numbers = call.inputs.numbers if isinstance(call.inputs, RowInputs) else None
-        inputs = RowInputs(call.interface, call.inputs, rows, numbers, for_webgpu=call.for_webgpu)
+    def __init__(self, call: DrawCall, part: Part) -> None:
+        inputs = part.inputs(call.interface, call.inputs)
         super().__init__(call.interface, inputs, for_webgpu=call.for_webgpu)
         self._uniforms = call.uniforms()
-        self._rows = rows
+        self._part = part
 
     def uniforms(self) -> Uniforms:
-        return lambda buffer: self._uniforms(buffer).rows(self._rows)
+        return lambda buffer: self._part.take(self._uniforms(buffer))
 
 
 class _Selected(Pool):

@@ -174,7 +174,9 @@ def test_a_graph_for_replay_of_an_older_contract_is_compiled_again(
     assert read_package(package.path).manifest.contract_version == version
     changed["interface"]["captured"] = True
     path.write_text(json.dumps(changed))
-    wanted = rf"follows decode contract {version} and .* replays graphs of 2\.5; make the package again"
+    wanted = (
+        rf"follows decode contract {version} and .* replays graphs of 2\.5; make the package again"
+    )
     with pytest.raises(PackageError, match=wanted):
         read_package(package.path)
 

@@ -39,6 +39,7 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
 def ids_as_floats(model: ir.Model) -> bool:
     """Let the operators in `_LACKING` compute in float32, except shapes, and make And and Not of Or and Xor."""
     modified = False
+    casts_back = set[ir.Node]()
     for node in list(model.graph.all_nodes()):
         if node.op_type in ("Or", "Xor") and not node.domain:
             _without(node)
@@ -47,8 +48,11 @@ def ids_as_floats(model: ir.Model) -> bool:
             modified |= _broadcast(node)
         elif node.op_type == "Shape":
             modified |= _shape_of_float(node)
+        elif _is_copy_of_int64(node):
+            _reshape_to_itself(node)
+            modified = True
         elif node.op_type in _LACKING and not node.domain:
-            modified |= _in_float32(node)
+            modified |= _in_float32(node, casts_back)
     if modified:
         _name_apart(model)
     return modified
@@ -116,7 +120,26 @@ def _shape_of_float(node: ir.Node) -> bool:
     return True
 
 
-def _in_float32(node: ir.Node) -> bool:
+def _is_copy_of_int64(node: ir.Node) -> bool:
+    value = node.inputs[0] if node.op_type == "Identity" else None
+    return value is not None and value.dtype == ir.DataType.INT64 and value.shape is not None
+
+
+def _reshape_to_itself(node: ir.Node) -> None:
+    """Copy int64 by a Reshape, which computes nothing. In a graph inside the graph, an output needs a node of its
+    own."""
+    (value,) = node.inputs
+    assert value is not None
+    assert value.shape is not None
+    assert node.graph is not None
+    rank = len(value.shape)
+    same_sizes = initializer(node.graph, f"same_sizes_{rank}", np.zeros(rank, np.int64))
+    replace_node(node, [ir.node("Reshape", [value, same_sizes])])
+
+
+def _in_float32(node: ir.Node, casts_back: set[ir.Node]) -> bool:
+    """Let `node` compute in float32, and cast its result back: `casts_back` has the casts of earlier nodes, and of
+    which a later node takes the float32 before the cast."""
     lacking, place = _LACKING[node.op_type]
     places = range(len(node.inputs)) if place is None else (place,)
     data = node.inputs[places[0]]
@@ -126,12 +149,17 @@ def _in_float32(node: ir.Node) -> bool:
     for index in places:
         value = node.inputs[index]
         assert value is not None
-        node.replace_input_with(index, cast(value, ir.DataType.FLOAT, node))
+        producer = value.producer()
+        number = producer.inputs[0] if producer in casts_back else None
+        node.replace_input_with(index, number or cast(value, ir.DataType.FLOAT, node))
     dtype = data.dtype if output.dtype is None else output.dtype
     back = put_behind(output, "Cast", attributes={"to": dtype}, dtype=dtype)
     back.name = output.name
     output.name = f"{output.name}_as_float"
     output.type = ir.TensorType(ir.DataType.FLOAT)
+    maker = back.producer()
+    assert maker is not None
+    casts_back.add(maker)
     return True
 
 

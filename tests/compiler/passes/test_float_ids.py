@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx_ir.passes import common as common_passes
 
 from qsample.compiler.passes.float_ids import ids_as_floats, own_constants
+from qsample.compiler.pipeline import apply
 from qsample.contract.interface import Features, Interface
 from qsample.sampler import build_sampler
 from qsample.sampler.tensor import (
@@ -87,6 +89,43 @@ def test_the_result_is_the_same(name: str) -> None:
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)
     assert not lacking(model)
+
+
+def test_flags_are_not_cast_between_operators_that_lack_them() -> None:
+    """Once to float32 and once back, whatever is between."""
+    model = graph_of(
+        lambda x: concat(x.unsqueeze(), (~x).unsqueeze()).unsqueeze(0), x=(BOOL, ["N"])
+    )
+    flags = np.array([True, False, False])
+    (expected,) = opened(model).run(None, {"x": flags})
+    assert apply(model, ids_as_floats, common_passes.RemoveUnusedNodesPass())
+    casts = [node.outputs[0].dtype for node in model.graph if node.op_type == "Cast"]
+    assert casts == [ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.BOOL]
+    (got,) = opened(model).run(None, {"x": flags})
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_cast_to_integers_of_the_graph_itself_stays() -> None:
+    """It cuts fractions off."""
+    model = graph_of(lambda x: x.to(INT64).columns(0, 2), x=(FLOAT, ["B", "N"]))
+    assert ids_as_floats(model)
+    (got,) = opened(model).run(None, {"x": np.array([[1.75, -2.5, 3]], np.float32)})
+    assert got.tolist() == [[1, -2]]
+
+
+@pytest.mark.parametrize("shape", [["B", "N"], ["N"], []])
+def test_int64_is_passed_out_of_an_if_without_a_cast(shape: list[object]) -> None:
+    model = graph_of(
+        lambda x, condition: branch(condition, lambda: (x + 1,), lambda: (op("Identity", x),))[0],
+        x=(INT64, shape),
+        condition=(BOOL, []),
+    )
+    ids_as_floats(model)
+    assert not {"Cast", "Identity"} & {node.op_type for node in model.graph.all_nodes()}
+    x = np.full([2] * len(shape), 2**62)
+    for condition, added in ((True, 1), (False, 0)):
+        (got,) = opened(model).run(None, {"x": x, "condition": np.array(condition)})
+        np.testing.assert_array_equal(got, x + added)
 
 
 def lacking(model: ir.Model) -> list[str]:
