@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Final
 
 # JSON file → the benchmark whose `plot(data, path)` draws it.
-DRAWN_BY: Final = {"decode": "decoders", "bake": "decoders", "serve_tiny": "serve"}
+DRAWN_BY: Final = {
+    "decode": "decoders",
+    "bake": "decoders",
+    "gpu": "gpu_report",
+    "serve_tiny": "serve",
+}
 DRAWN_BY.update(
     (name, name) for name in ("export", "long_context", "models", "sampler", "serve", "serving")
 )
