@@ -133,13 +133,16 @@ def put_behind(
 
 
 def _insert_behind(value: ir.Value, output: ir.Value) -> None:
-    """Put the node that computes `output` right after the node of `value`."""
+    """Put the node that computes `output` right after the node of `value`, or first in the graph whose input it is."""
     first = value.producer()
     second = output.producer()
-    assert first is not None
+    graph = value.graph
     assert second is not None
-    assert first.graph is not None
-    first.graph.insert_after(first, second)
+    assert graph is not None
+    if first is None:
+        graph.insert_before(graph[0], second)
+    else:
+        graph.insert_after(first, second)
 
 
 def reshape(before: ir.Node, source: ir.Value, sizes: Sequence[int]) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Converts a float32 decode graph to float16 or bfloat16, except for its logits.
+"""Converts a decode graph to float16 or bfloat16, except for its logits.
 
 Values that depend on positions alone, above all a rotary embedding's angles, stay float32: half precision counts
 positions exactly to 2,048 (float16) or 256 (bfloat16) only. So do the memory of a recurrent layer and its decay,
@@ -61,6 +61,7 @@ def convert_to_half(model: ir.Model, dtype: str, states: Collection[str]) -> boo
     recurrent = _recurrences(graph, states)
     exact = _exact_values(graph)
     for node in recurrent:
+        _make_float32(node, half)
         exact.update(node.outputs)
     for state in graph.inputs:
         if state.name in states:
@@ -166,6 +167,15 @@ def _recurrences(graph: ir.Graph, converted: Collection[str]) -> list[ir.Node]:
     read = [value for node in [*found, *after] for value in node.inputs]
     nodes |= {*after, *_before(read, _BETWEEN_PRODUCTS)}
     return [node for node in graph if node in nodes]
+
+
+def _make_float32(node: ir.Node, half: ir.DataType) -> None:
+    """Let a node of a graph that has half precision already compute in float32."""
+    for output in node.outputs:
+        if output.dtype == half:
+            output.dtype = ir.DataType.FLOAT
+    if node.op_type == "Cast" and node.attributes.get_int("to") == half:
+        node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
 
 
 def _before(values: Iterable[ir.Value | None], operators: Collection[str]) -> set[ir.Node]:

@@ -21,6 +21,7 @@ import onnx.defs
 import onnx_ir as ir
 import pytest
 
+from qsample import AutoModelForCausalLM
 from qsample.compiler.options import CompileOptions
 from qsample.compiler.plan import CompilePlan, make_plan
 from qsample.compiler.quantize import INT_BITS
@@ -196,25 +197,44 @@ def test_quantized_weights_keep_scales_in_half_precision(
 
 
 def test_float16_logits_are_close(llama_package: Path, tmp_path: Path) -> None:
-    plan = planned(read_package(llama_package), "float16")
+    state = check_float16_logits("llama", read_package(llama_package), tmp_path)
+    assert state["past_key_values.0.key"].dtype == np.float16
+
+
+def test_float16_logits_of_recurrent_layers_that_were_exported_so(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The state of a convolution has the dtype of the export, the memory is float32, and so is all between products."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("olmo_hybrid"), dtype="float16")
+    package = model.export(tmp_path / "portable").package
+    state = check_float16_logits("olmo_hybrid", package, tmp_path)
+    assert state["past_key_values.0.conv_state"].dtype == np.float16
+    assert state["past_key_values.0.recurrent_state"].dtype == np.float32
+
+
+def check_float16_logits(model_type: str, package: Package, folder: Path) -> dict[str, np.ndarray]:
+    """Compare the logits of a prompt and of a token after it with transformers'; returns the states."""
+    plan = planned(package, "float16")
     interface = plan.interface
-    model = cut_at_logits(published(plan, tmp_path), interface)
+    model = cut_at_logits(published(plan, folder), interface)
     from qsample.exporters.portable import build_initial_state
 
-    ir.save(build_initial_state(interface), tmp_path / "initial_state.onnx")
-    half = GraphRunner(model, tmp_path, interface, CAPACITY)
+    ir.save(build_initial_state(interface), folder / "initial_state.onnx")
+    half = GraphRunner(model, folder, interface, CAPACITY)
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 9))
     state = half.start(1)
-    got = half.step(ids, np.array([9]), state)["logits"]
+    parts = (ids[:, :8], ids[:, 8:])
+    got = [half.step(part, np.array([part.size]), state)["logits"] for part in parts]
     import torch
 
     from tests.helpers.tiny_models import random_model
 
     with torch.no_grad():
-        wanted = random_model("llama")(input_ids=torch.tensor(ids)).logits[:, -1].numpy()
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, wanted, atol=2e-2 * np.abs(wanted).max())
-    assert state["past_key_values.0.key"].dtype == np.float16
+        logits = random_model(model_type)(input_ids=torch.tensor(ids)).logits
+    for one, wanted in zip(got, logits[:, 7:].unbind(1), strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, wanted.numpy(), atol=2e-2 * np.abs(wanted.numpy()).max())
+    return state
 
 
 @pytest.fixture(scope="module")
