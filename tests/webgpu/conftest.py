@@ -59,14 +59,18 @@ def plugin() -> None:
     assert plugin_devices(WEBGPU), "QSAMPLE_WEBGPU is set, but the plugin finds no device"
 
 
-def on_webgpu(model: ir.Model) -> ort.InferenceSession:
-    """A session of a graph after the passes of the target, opened as `load` opens it."""
+def on_webgpu(model: ir.Model, severity: int | None = None) -> ort.InferenceSession:
+    """A session of a graph after the passes of the target, opened as `load` opens it. severity: the lowest of the
+    messages that ONNX Runtime logs."""
     ids_as_floats(model)
     own_constants(model)
     common_passes.RemoveUnusedNodesPass()(model)
     serialized = ir.to_proto(model).SerializeToString()
     options = {**TARGET.provider_options, HOST_NODES_OPTION: host_shapes(model)}
-    return open_session(serialized, session_options(RECORD), TARGET.execution_providers, options)
+    opening = session_options(RECORD)
+    if severity is not None:
+        opening.log_severity_level = severity
+    return open_session(serialized, opening, TARGET.execution_providers, options)
 
 
 @pytest.fixture(scope="session")
