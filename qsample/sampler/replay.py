@@ -97,14 +97,14 @@ class _Case(NamedTuple):
     """
 
     proofs: int
-    is_full: int
-    emits: int
+    is_full: bool
+    emits: bool
     ended: int
     is_stopped: bool
 
     def emitted(self, needed: int) -> bool:
         """Whether the row emits its token. needed: how many proofs there are."""
-        return self.ended == RUNNING and bool(self.emits) and self.proofs == needed
+        return self.ended == RUNNING and self.emits and self.proofs == needed
 
     def advances(self, needed: int) -> bool:
         """Whether the row keeps this call's inputs."""
@@ -134,8 +134,8 @@ _STOPPED_PART: Final = 2.0**-7
 _CASES: Final = [
     _Case(
         proofs=number % _IS_FULL // _PROOF,
-        is_full=number % _EMITS // _IS_FULL,
-        emits=number % _ENDS // _EMITS,
+        is_full=number % _EMITS >= _IS_FULL,
+        emits=number % _ENDS >= _EMITS,
         ended=number // _ENDS,
         is_stopped=number % 2 != _NOT_STOPPED,
     )
