@@ -160,6 +160,7 @@ def test_the_list_of_searched_rows_has_a_length_that_is_a_power_of_two() -> None
         rows.set(slot, arrays({"top_p": 1.0}))
     assert of_batch(rows)[2] == [0, 1, 2, 0]
     part = rows.of_rows(range(2, 5))
+    assert part["searched_rows"].shape == (1,)
     assert part["searched_rows"].read()[:1].tolist() == [0]  # counted from the first of them
     assert part["processed_rows"].read()[:3].tolist() == [0, 1, 2]
     assert part["vocabulary_rows"].shape == (3,)
