@@ -239,7 +239,8 @@ def lean_phases(provider: str, capacity: int) -> list[Phase]:
         graph_pass(fuse_operators, provider=provider),
         # From here on, each clears the way for the next.
         graph_pass(replace_gemms),
-        graph_pass(fuse_rope),
+        # On the CPU, the last bits of packages compiled before stay as they are.
+        graph_pass(fuse_rope, halves_apart=provider == "cuda"),
         graph_pass(remove_head_transposes),
         graph_pass(simplify_reshapes),
         graph_pass(absorb_rope, capacity=capacity),

@@ -46,21 +46,23 @@ class _Rotation(NamedTuple):
     interleaved: bool
 
 
-def fuse_rope(model: ir.Model) -> bool:
+def fuse_rope(model: ir.Model, *, halves_apart: bool = False) -> bool:
     """Make RotaryEmbedding nodes of rotations that are written out.
 
     1. A rotation is x * cos + turn(x) * sin, with x [B, heads, S, size], and cos and sin [B, 1, S, size].
     2. turn(x) is (-b, a) for each pair (a, b) of x: neighbours, or numbers half a size apart.
     3. Positions alone decide cos and sin, and both of a pair have the same.
     4. If x is the first part of each head, and the rest is only appended to it, the node takes whole heads.
-    5. Halves that are rotated apart, (a * cos - b * sin, b * cos + a * sin), are a rotation too, with cos and sin
-       [B, 1, S, size / 2].
+    5. With `halves_apart`, halves that are rotated apart, (a * cos - b * sin, b * cos + a * sin), are a rotation, too,
+       with cos and sin [B, 1, S, size / 2].
     """
     content = _content(model.graph)
     angles: dict[tuple[ir.Value, ir.Value, bool], list[ir.Value]] = {}
     modified = False
     for node in list(model.graph):
         rotation = _rotation(model, node, content)
+        if rotation is None and halves_apart:
+            rotation = _rotation_of_halves(node, content)
         if rotation is not None:
             key = (rotation.cos, rotation.sin, rotation.interleaved)
             if key not in angles:
@@ -110,9 +112,7 @@ def _content(graph: ir.Graph) -> set[ir.Value]:
 
 
 def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotation | None:
-    """The rotation that `node` is the sum of, or whose halves it puts together."""
-    if node.op_type == "Concat":
-        return _rotation_of_halves(node, content)
+    """The rotation that `node` is the sum of."""
     if node.op_type != "Add":
         return None
     products = [_product(value, content) for value in node.inputs]
@@ -130,8 +130,8 @@ def _rotation(model: ir.Model, node: ir.Node, content: set[ir.Value]) -> _Rotati
 
 
 def _rotation_of_halves(node: ir.Node, content: set[ir.Value]) -> _Rotation | None:
-    """The rotation whose two halves `node`, a Concat, puts together."""
-    if len(node.inputs) != 2 or not _is_over_last_axis(node):
+    """The rotation whose two halves `node` puts together, if it is a Concat."""
+    if node.op_type != "Concat" or len(node.inputs) != 2 or not _is_over_last_axis(node):
         return None
     first, second = map(producer, node.inputs)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
