@@ -120,6 +120,28 @@ def test_topk_of_masked_logits() -> None:
     assert values[0, 3] == np.float32(FLOOR)
 
 
+def test_and_of_flags_of_rows() -> None:
+    """The bug that `float_ids` works around: a program for one operand that is repeated serves another as well. If
+    this fails, the provider has mended it."""
+    rng = np.random.default_rng(0)
+    shapes = {"tokens": ["B", 16], "rows": ["B", 1]}
+    values = {name: ir.Value(name=name, shape=ir.Shape(shape)) for name, shape in shapes.items()}
+    for value in values.values():
+        value.type = ir.TensorType(ir.DataType.BOOL)
+    tokens, rows = values.values()
+    nodes = [ir.node("And", operands) for operands in ((tokens, rows), (rows, tokens))]
+    for number, node in enumerate(nodes):
+        (output,) = node.outputs
+        output.name, output.type = f"y{number}", ir.TensorType(ir.DataType.BOOL)
+    outputs = [node.outputs[0] for node in nodes]
+    graph = ir.Graph([tokens, rows], outputs, nodes=nodes, opset_imports={"": 20}, name="and")
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    flags = {"tokens": rng.random((2, 16)) < 0.5, "rows": np.array([[True], [False]])}
+    wanted = flags["tokens"] & flags["rows"]
+    got = open_session(model, session_options(), [WEBGPU, CPU]).run(None, flags)
+    assert not all(np.array_equal(one, wanted) for one in got)
+
+
 def test_rows_are_those_of_a_batch_and_none_needs_the_search(sampler: Sampler) -> None:
     """A row that should be listed and is not gets status 3; the others do not notice."""
     face = Interface(1187, (), captured=True)

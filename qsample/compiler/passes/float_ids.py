@@ -39,10 +39,14 @@ _LACKING: Final[Mapping[str, tuple[tuple[ir.DataType, ...], int | None]]] = {
 def ids_as_floats(model: ir.Model) -> bool:
     """Let the operators in `_LACKING` compute in float32, except shapes, and make And and Not of Or and Xor."""
     modified = False
-    casts_back = set[ir.Node]()
     for node in list(model.graph.all_nodes()):
         if node.op_type in ("Or", "Xor") and not node.domain:
             _without(node)
+            modified = True
+    casts_back = set[ir.Node]()
+    for node in list(model.graph.all_nodes()):
+        if node.op_type == "And" and _is_repeated(node):
+            _multiply(node)
             modified = True
         elif node.op_type == "Pow":
             modified |= _broadcast(node)
@@ -67,6 +71,21 @@ def _name_apart(model: ir.Model) -> None:
             for each in named:
                 if str(each.name).startswith(_NEW):
                     each.name = f"{part.name}_{number}.{each.name}"
+
+
+def _is_repeated(node: ir.Node) -> bool:
+    """Whether an And repeats one operand along the last axis of the other."""
+    lengths = [value.shape[-1] for value in node.inputs if value is not None and value.shape]
+    return len(lengths) == 2 and lengths.count(1) == 1
+
+
+def _multiply(node: ir.Node) -> None:
+    """Let an And multiply. WebGPU's provider keeps the program of an And, and takes it for every other And of the same
+    ranks, whichever operand that one repeats along the last axis."""
+    factors = [cast(value, ir.DataType.FLOAT, node) for value in node.inputs if value is not None]
+    shape = node.outputs[0].shape or ()
+    product = insert(node, "Mul", factors, shape, dtype=ir.DataType.FLOAT)
+    replace_node(node, [ir.node("Cast", [product], {"to": ir.DataType.BOOL})])
 
 
 def _broadcast(node: ir.Node) -> bool:

@@ -113,6 +113,30 @@ def test_a_cast_to_integers_of_the_graph_itself_stays() -> None:
     assert got.tolist() == [[1, -2]]
 
 
+@pytest.mark.parametrize("operator", ["And", "Or", "Xor"])
+@pytest.mark.parametrize("order", [0, 1])
+def test_flags_of_rows_are_multiplied(operator: str, order: int) -> None:
+    """WebGPU's And is wrong if it repeats an operand along the last axis; flags of equal lengths are left to it."""
+
+    def step(x: Tensor, row: Tensor) -> Tensor:
+        operands = (row, x) if order else (x, row)
+        return op(operator, *operands) & ~x
+
+    model = graph_of(step, x=(BOOL, ["B", "N"]), row=(BOOL, ["B", 1]))
+    feeds = {"x": np.array([[1, 0, 0], [0, 1, 0]], bool), "row": np.array([[True], [False]])}
+    (expected,) = opened(model).run(None, feeds)
+    assert ids_as_floats(model)
+    shapes = [
+        [value.shape[-1] for value in node.inputs if value is not None and value.shape]
+        for node in model.graph
+        if node.op_type == "And"
+    ]
+    assert shapes
+    assert all(lengths.count(1) != 1 for lengths in shapes)
+    (got,) = opened(model).run(None, feeds)
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("shape", [["B", "N"], ["N"], []])
 def test_int64_is_passed_out_of_an_if_without_a_cast(shape: list[object]) -> None:
     model = graph_of(
